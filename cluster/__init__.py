@@ -1,0 +1,1 @@
+"""Ray: placement, actors, launch, and the command line. Imports everything below it."""

@@ -1,0 +1,1 @@
+"""The wire: messages, services, and the arithmetic both ends must agree on."""

@@ -1,0 +1,1 @@
+"""Models, KV slots, sampling, verification, and the draft and target servers."""
