@@ -1,0 +1,81 @@
+"""The draft distribution q as integer counts: what is drawn from, shipped, computed with and redrawn from.
+
+Knows no wire and no model. Integers make the drafter's distribution and the target's the same numbers, bit
+for bit, so no rounding can come between the draw and the ratio p/q.
+
+S ids in the support of a row, C columns of the draft's logits, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.sampling import FloatArray
+
+SPARSE_TOTAL = 1 << 15  # counts of a sparse row fit 16 bits
+FULL_TOTAL = 1 << 31  # counts of a full row fit 32 bits
+DEFAULT_SUPPORT = 64  # chosen from the table of acceptance by support in ARCHITECTURE.md
+MAX_SUPPORT = 4096
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class CountRow:
+    """q at one position: `q(ids[j]) = counts[j] / total`, zero elsewhere. total is a power of two."""
+
+    ids: IntArray  # [S] ascending, distinct
+    counts: IntArray  # [S] positive
+    total: int  # their sum
+
+    @cached_property
+    def q(self) -> FloatArray:
+        """[S] probabilities, exact: an integer over a power of two."""
+        return self.counts / float(self.total)
+
+    def q_of(self, token: int) -> float:
+        """q(token)."""
+        index = int(np.searchsorted(self.ids, token))
+        return float(self.q[index]) if index < self.ids.size and self.ids[index] == token else 0.0
+
+    def draw(self, uniform: float) -> int:
+        """The token selected by a uniform u on [0, 1): the first id whose cumulative count exceeds u * total."""
+        threshold = int(uniform * self.total)  # exact: total is a power of two
+        return int(self.ids[np.searchsorted(np.cumsum(self.counts), threshold, side="right")])
+
+
+def one_hot(token: int) -> CountRow:
+    """The row of a token whose maker ships no q: exact whatever made it, kept with probability p(token)."""
+    return CountRow(np.array([token]), np.array([1]), 1)
+
+
+def quantise(probabilities: FloatArray, support: int, output_ids: IntArray | None = None) -> CountRow:
+    """Counts summing to 2^15 over the `support` likeliest columns of a distribution `[C]`.
+
+    `output_ids` `[C]` ascending names the id of each column (None: the column is the id). Rounds by largest
+    remainder, so no count is off by one or more. Columns that get no count leave the support.
+    """
+    kept = np.arange(probabilities.size)
+    if probabilities.size > support:
+        kept = np.sort(np.argpartition(probabilities, -support)[-support:])
+    return _apportion(probabilities[kept], SPARSE_TOTAL, kept if output_ids is None else output_ids[kept])
+
+
+def quantise_full(probabilities: FloatArray, output_ids: IntArray | None = None) -> CountRow:
+    """Counts summing to 2^31 over every column of a distribution `[C]`: q itself, to 5e-10."""
+    ids = np.arange(probabilities.size) if output_ids is None else output_ids
+    return _apportion(probabilities, FULL_TOTAL, ids)
+
+
+def _apportion(weights: FloatArray, total: int, ids: IntArray) -> CountRow:
+    shares = weights * (total / weights.sum())
+    counts = np.floor(shares).astype(np.int64)
+    missing = total - int(counts.sum())
+    if missing > 0:
+        counts[np.argsort(counts - shares, kind="stable")[:missing]] += 1
+    elif missing < 0:  # the floats overshot by an ulp or two: take it from the largest
+        counts[counts.argmax()] += missing
+    positive = counts > 0
+    return CountRow(ids[positive], counts[positive], total)
