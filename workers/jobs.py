@@ -1,0 +1,202 @@
+"""One task at work: which tokens it wants fed next, and what it makes of their logits.
+
+Knows sampling, rows and verification, and the slot it works in. Does not know which pass it is part of, which
+stream it came by, or who else is in the pass.
+
+K draft tokens, L base length, V vocabulary, C logit columns.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from protos.status import TaskError
+from protos.wire import digest, pack_tokens, unpack_tokens
+from protos.worker_pb2 import (
+    ENCODING_FULL,
+    ENCODING_ONE_HOT,
+    ENCODING_SPARSE,
+    RULE_BLOCK,
+    RULE_TOKEN,
+    DraftResult,
+    DraftTask,
+    Proposal,
+    Sampling,
+    TaskReply,
+    VerifyResult,
+    VerifyTask,
+)
+from workers.counts import MAX_SUPPORT, CountRow, IntArray, one_hot, quantise, quantise_full
+from workers.language_model import LanguageModel, Logits
+from workers.randomness import Purpose, uniform
+from workers.rows import read_rows, write_rows
+from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.slots import Slot, SlotTable, check_ids
+from workers.verification import Rule, Uniforms, UnusableTarget, verify
+
+MAX_DRAFT_TOKENS = 64
+
+
+class Job(ABC):
+    """A task that has entered its slot. Fed until it answers.
+
+    `pending` are the tokens still to be fed, in order; the logits of the last `num_logits` of them are
+    wanted, all in one pass.
+    """
+
+    slot: Slot
+    pending: list[int]
+    num_logits: int
+
+    @abstractmethod
+    def advance(self, logits: Logits) -> TaskReply | None:
+        """Take the wanted logits `[num_logits, C]`: the answer, or None when `pending` has more to feed.
+
+        Raises TaskError when the task cannot be answered.
+        """
+
+
+class DraftJob(Job):
+    """Draws up to K tokens one after another, each from the very counts that it ships."""
+
+    def __init__(
+        self, task: DraftTask, slots: SlotTable, model: LanguageModel, out_of_time: Callable[[], bool]
+    ) -> None:
+        """Enter the slot; `out_of_time` is asked before each draw. Raises TaskError."""
+        if task.num_draft_tokens > MAX_DRAFT_TOKENS:
+            raise TaskError.invalid(
+                "num_draft_tokens", f"is {task.num_draft_tokens}; the limit is {MAX_DRAFT_TOKENS}"
+            )
+        self._make_row = _row_maker(task, model.output_ids)
+        self._settings = settings_of(task.sampling)
+        self._task = task
+        self._vocab_size = model.vocab_size
+        self._out_of_time = out_of_time
+        self._tokens: list[int] = []
+        self._rows: list[CountRow] = []
+        self.slot, self.pending = slots.enter(task.state, max(task.num_draft_tokens - 1, 0))
+        self.num_logits = 1 if task.num_draft_tokens else 0
+
+    def advance(self, logits: Logits) -> TaskReply | None:
+        """Draw one token, unless time is up or the row is no distribution."""
+        if self._task.num_draft_tokens == 0 or self._out_of_time():
+            return self._reply()
+        q = probabilities(logits, self._settings)[0]
+        if not np.isfinite(q).all():
+            return self._reply()  # the tokens before a row that cannot be computed are good
+        base_length = self._task.state.base_length
+        position = base_length + len(self._tokens)
+        row = self._make_row(q)
+        coin = uniform(self._task.draft_key, self._task.choice, base_length, position, Purpose.DRAFT)
+        self._tokens.append(row.draw(coin))
+        self._rows.append(row)
+        self.pending = self._tokens[-1:]
+        return self._reply() if len(self._tokens) == self._task.num_draft_tokens else None
+
+    def _reply(self) -> TaskReply:
+        rows = write_rows(self._rows, self._vocab_size)
+        proposal = Proposal(tokens=pack_tokens(self._tokens), rows=rows)
+        return TaskReply(draft=DraftResult(proposal=proposal))
+
+
+class VerifyJob(Job):
+    """Scores L.. in one go, judges the proposal and rolls the slot back to what was kept."""
+
+    def __init__(self, task: VerifyTask, slots: SlotTable, model: LanguageModel) -> None:
+        """Read the proposal and enter the slot. Raises TaskError."""
+        self._tokens = unpack_tokens(task.proposal.tokens, "proposal.tokens")
+        if len(self._tokens) > MAX_DRAFT_TOKENS:
+            raise TaskError.invalid(
+                "proposal.tokens", f"are {len(self._tokens)}; the limit is {MAX_DRAFT_TOKENS}"
+            )
+        check_ids(self._tokens, "proposal.tokens", model.vocab_size)
+        if task.digest != digest(task.proposal):
+            raise TaskError.invalid("digest", "is not that of the proposal")
+        self._rows, self._num_unusable = read_rows(task.proposal.rows, self._tokens, model.vocab_size)
+        self._rule = _rule_of(task)
+        self._settings = settings_of(task.sampling)
+        self._task = task
+        self._slots = slots
+        self.slot, committed = slots.enter(task.state, len(self._tokens))
+        self.pending = committed + self._tokens
+        self.num_logits = len(self._tokens) + 1
+
+    def advance(self, logits: Logits) -> TaskReply:
+        """Accept, recover or draw the bonus, and cut the cache behind the accepted tokens."""
+        p = probabilities(logits, self._settings)
+        rows, num_mismatches = self._redrawn_rows()
+        try:
+            verdict = verify(p, rows, self._tokens, self._uniforms(), self._rule)
+        except UnusableTarget as error:
+            raise TaskError.internal(f"session {self.slot.session}: {error}") from None
+        self._slots.cut(self.slot, self._task.state.base_length + verdict.num_accepted)
+        result = VerifyResult(
+            digest=self._task.digest,
+            num_accepted=verdict.num_accepted,
+            token=verdict.token,
+            num_unusable_rows=self._num_unusable,
+            num_redraw_mismatches=num_mismatches,
+        )
+        return TaskReply(verify=result)
+
+    def _redrawn_rows(self) -> tuple[list[CountRow], int]:
+        """The rows, one-hot where drawing again gives another token: it was not drawn from its row."""
+        base_length = self._task.state.base_length
+        rows = list(self._rows)
+        for i, token in enumerate(self._tokens):
+            coin = uniform(
+                self._task.draft_key, self._task.choice, base_length, base_length + i, Purpose.DRAFT
+            )
+            if rows[i].draw(coin) != token:
+                rows[i] = one_hot(token)
+        return rows, sum(new is not old for new, old in zip(rows, self._rows, strict=True))
+
+    def _uniforms(self) -> Uniforms:
+        key = self._task.seed.to_bytes(8, "little")
+        base_length, num_drafts = self._task.state.base_length, len(self._tokens)
+
+        def draw(offset: int, purpose: Purpose) -> float:
+            return uniform(key, self._task.choice, base_length, base_length + offset, purpose)
+
+        return Uniforms(
+            accept=[draw(i, Purpose.ACCEPT) for i in range(num_drafts)],
+            recover=[draw(i, Purpose.RECOVER) for i in range(num_drafts)],
+            bonus=draw(num_drafts, Purpose.BONUS),
+        )
+
+
+def settings_of(message: Sampling) -> SamplingSettings:
+    """The settings on the wire; raises TaskError(INVALID_ARGUMENT) naming the field."""
+    try:
+        return SamplingSettings(message.temperature, message.top_k, message.top_p, message.min_p)
+    except ValueError as error:
+        field, _, problem = str(error).partition(" ")
+        raise TaskError.invalid(f"sampling.{field}", problem) from None
+
+
+def _rule_of(task: VerifyTask) -> Rule:
+    rules = {RULE_TOKEN: Rule.TOKEN, RULE_BLOCK: Rule.BLOCK}
+    if task.rule not in rules:
+        raise TaskError.invalid("rule", f"is {task.rule}; known are {sorted(rules)}")
+    return rules[task.rule]
+
+
+def _row_maker(task: DraftTask, output_ids: IntArray | None) -> Callable[[FloatArray], CountRow]:
+    """From q `[C]` to the row that is drawn from and shipped."""
+    if task.encoding == ENCODING_SPARSE:
+        if not 1 <= task.support <= MAX_SUPPORT:
+            raise TaskError.invalid("support", f"is {task.support}; it must lie in 1..{MAX_SUPPORT}")
+        return lambda q: quantise(q, task.support, output_ids)
+    if task.encoding == ENCODING_FULL:
+        return lambda q: quantise_full(q, output_ids)
+    if task.encoding == ENCODING_ONE_HOT:
+        return lambda q: one_hot(_likeliest(q, output_ids))
+    raise TaskError.invalid(
+        "encoding", f"is {task.encoding}; known are {ENCODING_SPARSE}, {ENCODING_FULL}, {ENCODING_ONE_HOT}"
+    )
+
+
+def _likeliest(q: FloatArray, output_ids: Sequence[int] | IntArray | None) -> int:
+    column = int(q.argmax())
+    return column if output_ids is None else int(output_ids[column])

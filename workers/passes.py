@@ -1,0 +1,230 @@
+"""The worker's loop: what has arrived while the last pass ran goes into the next one.
+
+Knows jobs, feeds and passes; not what a job computes, nor streams. Everything that touches the model or its
+slots happens on one thread, so nothing needs a lock and the event loop stays free to answer health.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from protos.status import TaskError
+from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask, WorkTimes
+from workers.jobs import Job
+from workers.language_model import Feed, LanguageModel, Logits
+from workers.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+MIN_PREFILL_TOKENS = 32  # a prefill moves on at least this fast, however busy decoding is
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A task on its way to its reply."""
+
+    task: DraftTask | VerifyTask
+    key: bytes  # names the question, so that the same round asked twice is answered once
+    reply: Callable[[TaskReply], None]  # called on the event loop, exactly once
+    arrived_ns: int = field(default_factory=time.monotonic_ns)
+    started_ns: int = 0
+    pass_ns: int = 0
+    job: Job | None = None
+
+    def out_of_time(self) -> bool:
+        """Whether the answer is of no more use."""
+        return time.monotonic_ns() - self.arrived_ns >= self.task.state.timeout_ns
+
+    def answer(self, outcome: TaskReply) -> TaskReply:
+        """The outcome with the times it took."""
+        times = WorkTimes(queue_ns=self.started_ns - self.arrived_ns, pass_ns=self.pass_ns)
+        for name in ("draft", "verify"):
+            if outcome.HasField(name):
+                getattr(outcome, name).times.CopyFrom(times)
+        return outcome
+
+
+class PassLoop:
+    """Runs passes over all jobs at hand, decoding first, prefills in chunks beside it."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        slots: SlotTable,
+        open_job: Callable[[Work], Job],
+        *,
+        max_pass_tokens: int,
+    ) -> None:
+        """`open_job` makes a task's job enter its slot; `max_pass_tokens` bounds a pass with prefills."""
+        self._model = model
+        self._slots = slots
+        self._open_job = open_job
+        self._max_pass_tokens = max_pass_tokens
+        self._arrived: list[Work] = []
+        self._released: list[str] = []
+        self._at_work: list[Work] = []
+        self._closed = False
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    def submit(self, work: Work) -> None:
+        """Queue a task for the next pass. Raises TaskError(UNAVAILABLE) once closed."""
+        if self._closed:
+            raise TaskError.unavailable("this worker is draining")
+        self._arrived.append(work)
+        self._idle.clear()
+        self._wake.set()
+
+    def release(self, session: str) -> None:
+        """Free a session's slot before the next pass; a task of it that is at work is dropped."""
+        self._released.append(session)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Take no further tasks."""
+        self._closed = True
+
+    async def drained(self) -> None:
+        """Wait until no task is queued or at work."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Run passes for ever; cancel to stop behind the pass that runs."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if not self._at_work:
+                    await self._wait_for_work()
+                arrived, self._arrived = self._arrived, []
+                released, self._released = self._released, []
+                for work, outcome in await loop.run_in_executor(self._thread, self._step, arrived, released):
+                    work.reply(work.answer(outcome))
+                if not self._at_work and not self._arrived:
+                    self._idle.set()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    async def _wait_for_work(self) -> None:
+        """Until something arrives; looks after expired leases meanwhile."""
+        self._wake.clear()
+        while not self._arrived and not self._released:
+            try:
+                await asyncio.wait_for(self._wake.wait(), timeout=1.0)
+            except TimeoutError:
+                self._slots.expire()  # no pass runs now
+
+    def _step(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
+        """One turn on the model's thread: releases, arrivals, a pass. Returns what is answered."""
+        answered: list[tuple[Work, TaskReply]] = []
+        for session in released:
+            self._slots.release(session)
+        gone = set(released)
+        for work in [w for w in self._at_work if w.task.state.session in gone]:
+            self._finish(work, _error(TaskError.stale("the session was released")), answered)
+        for work in arrived:
+            self._start(work, answered)
+        for work in [w for w in self._at_work if isinstance(w.task, VerifyTask) and w.out_of_time()]:
+            self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
+        plan = self._plan()
+        if plan:
+            self._run_pass(plan, answered)
+        return answered
+
+    def _start(self, work: Work, answered: list[tuple[Work, TaskReply]]) -> None:
+        try:
+            earlier = self._slots.answered(work.task.state, work.key)
+            if earlier is not None:
+                answered.append((work, earlier))
+                return
+            work.job = self._open_job(work)
+        except TaskError as error:
+            answered.append((work, _error(error)))
+        except Exception:
+            answered.append((work, _error(_fault("a task could not be started"))))
+        else:
+            self._at_work.append(work)
+
+    def _plan(self) -> list[tuple[Work, Job, Feed]]:
+        """Feeds of the next pass: whole jobs, short ones first, and a piece of the oldest too long to fit."""
+        plan = []
+        room = self._max_pass_tokens
+        too_long = []
+        for work in sorted(self._at_work, key=lambda work: len(_job(work).pending)):
+            size = len(_job(work).pending)
+            if size <= room:
+                plan.append((work, _job(work), _feed(_job(work), size)))
+                room -= size
+            else:
+                too_long.append(work)
+        if too_long:
+            work = min(too_long, key=lambda work: work.arrived_ns)
+            plan.append((work, _job(work), _feed(_job(work), max(room, MIN_PREFILL_TOKENS))))
+        return plan
+
+    def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:
+        started_ns = time.monotonic_ns()
+        try:
+            all_logits = self._model.forward([feed for _, _, feed in plan])
+        except Exception:
+            fault = _error(_fault("a pass failed"))
+            for work, _, _ in plan:
+                self._finish(work, fault, answered)
+            return
+        pass_ns = time.monotonic_ns() - started_ns
+        for (work, job, feed), logits in zip(plan, all_logits, strict=True):
+            work.started_ns = work.started_ns or started_ns
+            work.pass_ns += pass_ns
+            job.slot.tokens.extend(feed.tokens)
+            del job.pending[: len(feed.tokens)]
+            if not job.pending:
+                self._advance(work, job, logits, answered)
+
+    def _advance(self, work: Work, job: Job, logits: Logits, answered: list[tuple[Work, TaskReply]]) -> None:
+        try:
+            outcome = job.advance(logits)
+        except TaskError as error:
+            self._finish(work, _error(error), answered)
+        except Exception:
+            self._finish(work, _error(_fault("a task failed")), answered)
+        else:
+            if outcome is not None:
+                state = work.task.state
+                job.slot.last_round, job.slot.last_key, job.slot.last_reply = state.round, work.key, outcome
+                self._finish(work, outcome, answered)
+
+    def _finish(self, work: Work, outcome: TaskReply, answered: list[tuple[Work, TaskReply]]) -> None:
+        self._at_work.remove(work)
+        self._slots.leave(_job(work).slot)
+        answered.append((work, outcome))
+
+
+def _job(work: Work) -> Job:
+    assert work.job is not None, "a task at work has a job"
+    return work.job
+
+
+def _feed(job: Job, size: int) -> Feed:
+    """The next `size` pending tokens; the wanted positions stay together, in the last piece."""
+    tokens, wanted = job.pending, job.num_logits
+    if size < len(tokens):
+        size = min(size, len(tokens) - wanted)
+        if size > 0:
+            tokens, wanted = tokens[:size], 0
+    return Feed(job.slot.index, len(job.slot.tokens), tuple(tokens), wanted)
+
+
+def _error(error: TaskError) -> TaskReply:
+    return TaskReply(error=error.to_status())
+
+
+def _fault(what: str) -> TaskError:
+    """A fault of ours, being handled: its trace goes to the log under an id, the id to the caller."""
+    fault_id = uuid.uuid4().hex[:12]
+    logger.exception("%s (fault %s)", what, fault_id)
+    return TaskError.internal(f"{what}; the worker's log has it as fault {fault_id}")

@@ -1,0 +1,253 @@
+"""A worker as a gRPC server: handshake, one task stream a coordinator, health and reflection.
+
+Knows streams, credits and replies; what a task computes is its job's business, when it runs the pass loop's.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import BaseModel, ConfigDict, Field
+
+from protos import worker_pb2, worker_pb2_grpc
+from protos.status import TaskError
+from protos.wire import MAX_MESSAGE_BYTES, MessageType, PROTOCOL_VERSION, SERVER_OPTIONS, seal, unseal
+from protos.worker_pb2 import (
+    DraftTask,
+    HandshakeRequest,
+    ReplyBatch,
+    Sealed,
+    TaskBatch,
+    TaskReply,
+    VerifyTask,
+    WorkerInfo,
+)
+from workers.jobs import DraftJob, Job, VerifyJob
+from workers.language_model import LanguageModel
+from workers.passes import PassLoop, Work
+from workers.slots import SlotTable
+
+Role = Literal["draft", "target"]
+
+
+class WorkerConfig(BaseModel):
+    """How a worker serves."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
+    max_pass_tokens: int = Field(default=256, ge=1)  # bounds how long a prefill holds up decoding sessions
+    lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
+    task_credits: int = Field(default=1024, ge=1)
+    byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What a worker tells of its model beside sizes."""
+
+    name: str
+    tokenizer_fingerprint: str  # "" when the model came without a tokenizer
+    end_token_ids: tuple[int, ...]
+    dtype: str
+
+
+class WorkerServer:
+    """Serves one model in one role, from `start` to `stop`, within one event loop."""
+
+    def __init__(
+        self, role: Role, model: LanguageModel, identity: ModelIdentity, config: WorkerConfig
+    ) -> None:
+        """A new life: the epoch is drawn here. A target must score the whole vocabulary."""
+        if role == "target" and model.output_ids is not None:
+            raise ValueError(f"{identity.name} scores {model.output_ids.size} ids only; a target scores all")
+        self.epoch = secrets.randbits(64)
+        self._role = role
+        self._config = config
+        self._model = model
+        slots = SlotTable(model, epoch=self.epoch, lease_seconds=config.lease_seconds, clock=time.monotonic)
+        self._slots = slots
+
+        def open_job(work: Work) -> Job:
+            if isinstance(work.task, DraftTask):
+                return DraftJob(work.task, slots, model, work.out_of_time)
+            return VerifyJob(work.task, slots, model)
+
+        self._passes = PassLoop(model, slots, open_job, max_pass_tokens=config.max_pass_tokens)
+        self.info = WorkerInfo(
+            protocol_version=PROTOCOL_VERSION,
+            epoch=self.epoch,
+            model=identity.name,
+            vocab_size=model.vocab_size,
+            tokenizer_fingerprint=identity.tokenizer_fingerprint,
+            max_length=model.max_length,
+            end_token_ids=identity.end_token_ids,
+            dtype=identity.dtype,
+            num_slots=model.num_slots,
+            task_credits=config.task_credits,
+            byte_credits=config.byte_credits,
+        )
+
+    @property
+    def num_slots_used(self) -> int:
+        """Slots that hold a session."""
+        return self._slots.num_used
+
+    async def start(self) -> str:
+        """Bind, serve, and return the address."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        servicer = _Servicer(self)
+        if self._role == "draft":
+            worker_pb2_grpc.add_DraftServicer_to_server(servicer, self._server)
+        else:
+            worker_pb2_grpc.add_TargetServicer_to_server(servicer, self._server)
+        service = worker_pb2.DESCRIPTOR.services_by_name["Draft" if self._role == "draft" else "Target"]
+        self._service_names = ["", service.full_name]
+        reflection.enable_server_reflection(
+            (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        await self._server.start()
+        self._running = asyncio.create_task(self._passes.run(), name=f"{self._role} passes")
+        await self._report(health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._config.host}:{port}"
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Report not serving, let the tasks at hand finish within the grace, and close."""
+        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._passes.close()
+        with contextlib.suppress(TimeoutError):  # what is left is answered by the closing stream
+            await asyncio.wait_for(self._passes.drained(), grace_seconds)
+        await self._server.stop(grace=0.1)
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def serve_stream(
+        self, batches: AsyncIterator[TaskBatch], kind: MessageType[DraftTask | VerifyTask]
+    ) -> AsyncIterator[ReplyBatch]:
+        """One coordinator's stream: tasks in as they come, replies out as they are ready."""
+        stream = _Stream(self._passes, kind, self._config)
+        reader = asyncio.create_task(stream.read(batches))
+        try:
+            while (batch := await stream.next_replies()) is not None:
+                yield batch
+            await reader  # raises what ended the stream
+        finally:
+            reader.cancel()
+
+    async def _report(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
+        for name in self._service_names:
+            await self._health.set(name, status)
+
+
+class _Stream:
+    """The two directions of one stream, joined by the replies that wait to be written."""
+
+    def __init__(
+        self, passes: PassLoop, kind: MessageType[DraftTask | VerifyTask], config: WorkerConfig
+    ) -> None:
+        self._passes = passes
+        self._kind = kind
+        self._config = config
+        self._generation = 0
+        self._in_flight = 0
+        self._bytes_in_flight = 0
+        self._replies: list[Sealed] = []
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def read(self, batches: AsyncIterator[TaskBatch]) -> None:
+        """Take tasks until the coordinator closes the stream."""
+        try:
+            async for batch in batches:
+                self._generation = batch.generation
+                for session in batch.released_sessions:
+                    self._passes.release(session)
+                for sealed in batch.tasks:
+                    self._take(sealed)
+        finally:
+            self._ended = True
+            self._changed.set()
+
+    def _take(self, sealed: Sealed) -> None:
+        task_id, size = sealed.task_id, len(sealed.body)
+        self._in_flight += 1
+        self._bytes_in_flight += size
+
+        def reply(outcome: TaskReply) -> None:
+            self._in_flight -= 1
+            self._bytes_in_flight -= size
+            self._replies.append(seal(task_id, outcome))
+            self._changed.set()
+
+        try:
+            self._check_credits()
+            task = unseal(sealed, self._kind)
+            self._passes.submit(Work(task, _question(task), reply))
+        except TaskError as error:
+            reply(TaskReply(error=error.to_status()))
+
+    def _check_credits(self) -> None:
+        for name, used, limit in (
+            ("tasks", self._in_flight, self._config.task_credits),
+            ("bytes", self._bytes_in_flight, self._config.byte_credits),
+        ):
+            if used > limit:
+                raise TaskError.exhausted(f"{used} {name} in flight; the stream's credit is {limit}", 0.1)
+
+    async def next_replies(self) -> ReplyBatch | None:
+        """All replies that are ready; None when the stream is over and nothing is owed."""
+        while not self._replies:
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        replies, self._replies = self._replies, []
+        return ReplyBatch(generation=self._generation, replies=replies)
+
+
+def _question(task: DraftTask | VerifyTask) -> bytes:
+    """What a round is asked: the proposal's digest, or all of a draft task but its session's state."""
+    if isinstance(task, VerifyTask):
+        return task.digest
+    question = DraftTask()
+    question.CopyFrom(task)
+    question.ClearField("state")
+    return question.SerializeToString(deterministic=True)
+
+
+class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
+    """Both services' methods; a server registers the one of its role."""
+
+    def __init__(self, worker: WorkerServer) -> None:
+        self._worker = worker
+
+    async def Handshake(
+        self, request: HandshakeRequest, context: grpc.aio.ServicerContext[HandshakeRequest, WorkerInfo]
+    ) -> WorkerInfo:
+        if request.protocol_version != PROTOCOL_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"protocol_version is {request.protocol_version}; this worker speaks {PROTOCOL_VERSION}",
+            )
+        return self._worker.info
+
+    def Propose(
+        self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
+    ) -> AsyncIterator[ReplyBatch]:
+        return self._worker.serve_stream(batches, DraftTask)
+
+    def Verify(
+        self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
+    ) -> AsyncIterator[ReplyBatch]:
+        return self._worker.serve_stream(batches, VerifyTask)
