@@ -5,6 +5,8 @@ Coordinator and workers compare prefixes by it without sending them. Knows token
 
 from collections.abc import Iterable, Sequence
 
+from protos.wire import pack_tokens
+
 _PRIME = (1 << 61) - 1
 _BASE = 1_318_699_217_803_205_611 % _PRIME  # any fixed number works; both ends must use the same
 
@@ -42,6 +44,10 @@ class TokenPrefix:
     def since(self, start: int) -> list[int]:
         """The tokens from a position on."""
         return self._tokens[start:]
+
+    def pack_since(self, start: int) -> bytes:
+        """The same as the wire's bytes."""
+        return pack_tokens(self._tokens[start:])
 
     def common_length(self, start: int, tokens: Sequence[int]) -> int:
         """How far this sequence agrees with one that shares the first `start` tokens and goes on as given."""

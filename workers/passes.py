@@ -82,7 +82,11 @@ class PassLoop:
         self._wake.set()
 
     def release(self, session: str) -> None:
-        """Free a session's slot before the next pass; a task of it that is at work is dropped."""
+        """Free a session's slot before the next pass; tasks of it that came earlier are dropped."""
+        dropped = [work for work in self._arrived if work.task.state.session == session]
+        self._arrived = [work for work in self._arrived if work not in dropped]
+        for work in dropped:
+            work.reply(_error(TaskError.stale("the session was released")))
         self._released.append(session)
         self._wake.set()
 

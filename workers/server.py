@@ -242,12 +242,14 @@ class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
             )
         return self._worker.info
 
-    def Propose(
+    async def Propose(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
     ) -> AsyncIterator[ReplyBatch]:
-        return self._worker.serve_stream(batches, DraftTask)
+        async for replies in self._worker.serve_stream(batches, DraftTask):
+            yield replies
 
-    def Verify(
+    async def Verify(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
     ) -> AsyncIterator[ReplyBatch]:
-        return self._worker.serve_stream(batches, VerifyTask)
+        async for replies in self._worker.serve_stream(batches, VerifyTask):
+            yield replies

@@ -1,0 +1,45 @@
+"""The decoding loop: propose, verify, commit, until the session is finished.
+
+Knows the order of things and nothing of how they are done. With K = 0 the proposal is empty and the same
+loop is plain decoding.
+"""
+
+from collections.abc import Callable, Sequence
+
+from coordinator.draft_length import draft_length
+from coordinator.drafting import Drafter
+from coordinator.sessions import Session
+from coordinator.verifying import Verifier
+from protos.inference_pb2 import Origin
+from protos.wire import unpack_tokens
+from protos.worker_pb2 import Proposal
+
+Emit = Callable[[Sequence[tuple[int, "Origin"]]], None]
+
+
+async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, emit: Emit) -> None:
+    """Run rounds until `session.finish_reason` is set, giving `emit` each round's committed tokens.
+
+    Slots are freed however it ends. Raises TaskError when the target cannot go on.
+    """
+    try:
+        while session.finish_reason is None:
+            session.round += 1
+            proposal = await _propose(session, drafter)
+            verdict = await verifier.verify(session, proposal)
+            drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
+            emit(session.commit(drafts, len(proposal.rows), verdict))
+            if drafter is not None and verdict.num_redraw_mismatches:
+                drafter.blame(session, verdict.num_redraw_mismatches)
+    finally:
+        verifier.forget(session)
+        if drafter is not None:
+            drafter.forget(session)
+
+
+async def _propose(session: Session, drafter: Drafter | None) -> Proposal:
+    """K is fixed before the first draw, from committed history alone."""
+    if drafter is None:
+        return Proposal()
+    k = draft_length(session.num_draft_tokens, session.num_remaining, len(session.tokens), drafter.max_length)
+    return await drafter.propose(session, k)

@@ -1,0 +1,135 @@
+"""Asks the drafter for proposals, and does without it when it cannot: the text goes on, only slower.
+
+Knows when a drafter may be asked and how long; not what is done with a proposal. A proposal that arrived is
+always handed on whole; only what a dead drafter or the network withheld is missing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+from coordinator.sessions import Session
+from coordinator.worker_client import WorkerClient
+from protos.status import TaskError
+from protos.wire import unpack_tokens
+from protos.worker_pb2 import DraftTask, Encoding, Proposal
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = (
+    2.0  # beyond the task's own time: the drafter stops before a draw, its answer must still travel
+)
+FAULT_PAUSE_SECONDS = 30.0  # without a drafter whose tokens are not those of its rows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """How a drafter is asked."""
+
+    encoding: "Encoding"
+    support: int  # ids that a sparse row may have
+    timeout_seconds: float  # of one proposal
+    prefill_timeout_seconds: float
+
+
+class Drafter:
+    """The drafter of a deployment, seen from its sessions."""
+
+    def __init__(self, client: WorkerClient, settings: DraftSettings) -> None:
+        """Ask `client` as `settings` say."""
+        self._client = client
+        self._settings = settings
+        self._prefills: dict[str, asyncio.Task[None]] = {}
+        self._not_before = 0.0
+        self._num_failures = 0
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the drafter holds of a session; 0 while it is not connected."""
+        with contextlib.suppress(TaskError):
+            return self._client.info.max_length
+        return 0
+
+    async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
+        """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
+        if num_draft_tokens == 0 or not self._is_ready(session):
+            return Proposal()
+        try:
+            return await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+        except TaskError as error:
+            if error.worker_length is None:
+                self._failed(error)
+            session.tally.num_fallbacks += 1
+            return Proposal()
+
+    def blame(self, session: Session, num_mismatches: int) -> None:
+        """The target drew this session's tokens again and got others: leave the drafter alone for a while."""
+        logger.error("%d tokens of session %s are not those of their rows", num_mismatches, session.id)
+        self._not_before = time.monotonic() + FAULT_PAUSE_SECONDS
+
+    def forget(self, session: Session) -> None:
+        """The session is over."""
+        prefill = self._prefills.pop(session.id, None)
+        if prefill is not None:
+            prefill.cancel()
+        self._client.release(session.id)
+
+    def _is_ready(self, session: Session) -> bool:
+        """Whether the drafter holds the session; starts bringing it up to date when it does not."""
+        if time.monotonic() < self._not_before:
+            session.tally.num_fallbacks += 1
+            return False
+        if session.id in self._prefills:
+            return False
+        with contextlib.suppress(TaskError):
+            seat = session.draft_seat
+            if seat.epoch == self._client.info.epoch and seat.length > 0:
+                return True
+            self._prefills[session.id] = asyncio.create_task(self._prefill(session))
+            return False
+        session.tally.num_fallbacks += 1
+        return False
+
+    async def _prefill(self, session: Session) -> None:
+        """A task of its own, without draws."""
+        try:
+            await self._ask(session, 0, self._settings.prefill_timeout_seconds)
+        except TaskError as error:
+            self._failed(error)
+        finally:
+            self._prefills.pop(session.id, None)
+
+    async def _ask(self, session: Session, num_draft_tokens: int, timeout_seconds: float) -> Proposal:
+        client, seat = self._client, session.draft_seat
+        epoch, vocab_size = client.info.epoch, client.info.vocab_size
+        length = len(session.tokens)
+        task = DraftTask(
+            state=seat.state(session, epoch, timeout_seconds),
+            num_draft_tokens=num_draft_tokens,
+            sampling=session.sampling,
+            draft_key=session.draft_key,
+            choice=session.choice,
+            encoding=self._settings.encoding,
+            support=self._settings.support,
+        )
+        try:
+            reply = await client.ask(task, timeout_seconds + GRACE_SECONDS)
+        except TaskError as error:
+            seat.epoch, seat.length = epoch, error.worker_length or 0
+            raise
+        proposal = reply.draft.proposal
+        tokens = unpack_tokens(proposal.tokens, "proposal.tokens")
+        if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
+            raise TaskError.invalid("proposal.tokens", f"are {tokens}; asked for {num_draft_tokens}")
+        seat.epoch, seat.length = epoch, length
+        self._num_failures = 0
+        return proposal
+
+    def _failed(self, error: TaskError) -> None:
+        """Wait longer after each failure in a row, so that a broken drafter costs little."""
+        self._num_failures += 1
+        pause = min(0.1 * 2**self._num_failures, FAULT_PAUSE_SECONDS)
+        self._not_before = time.monotonic() + pause
+        logger.warning("the drafter failed, asked again in %.1f s: %s", pause, error.message)

@@ -1,0 +1,176 @@
+"""The coordinator as a process: connects to its workers, checks that they fit, serves the public API.
+
+Knows configuration and life cycle; requests are the service's business.
+"""
+
+import secrets
+from pathlib import Path
+from typing import Literal
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pydantic import BaseModel, ConfigDict, Field
+
+from coordinator.admission import Admission
+from coordinator.drafting import Drafter, DraftSettings
+from coordinator.requests import Limits
+from coordinator.service import InferenceService
+from coordinator.text import Text
+from coordinator.verifying import Verifier, VerifySettings
+from coordinator.worker_client import WorkerClient
+from protos import inference_pb2, inference_pb2_grpc
+from protos.inference_pb2 import ModelInfo
+from protos.status import TaskError
+from protos.wire import SERVER_OPTIONS
+from protos.worker_pb2 import (
+    ENCODING_FULL,
+    ENCODING_ONE_HOT,
+    ENCODING_SPARSE,
+    RULE_BLOCK,
+    RULE_TOKEN,
+    WorkerInfo,
+)
+
+ENCODINGS = {"sparse": ENCODING_SPARSE, "full": ENCODING_FULL, "one_hot": ENCODING_ONE_HOT}
+RULES = {"token": RULE_TOKEN, "block": RULE_BLOCK}
+
+
+class CoordinatorConfig(BaseModel):
+    """What a coordinator serves, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
+    target: str  # host:port
+    draft: str | None = None  # host:port; None is plain decoding
+    tokenizer_folder: Path | None = None  # None serves token ids only
+    num_draft_tokens: int = Field(default=3, ge=0, le=64)  # K unless a request says otherwise
+    max_num_draft_tokens: int = Field(default=64, ge=0, le=64)
+    rule: Literal["token", "block"] = "token"
+    encoding: Literal["sparse", "full", "one_hot"] = "sparse"
+    support: int = Field(default=64, ge=1, le=4096)  # ids in a sparse row of q
+    default_max_tokens: int = Field(default=256, ge=1)
+    max_choices: int = Field(default=64, ge=1)
+    max_waiting_sessions: int = Field(default=256, ge=0)
+    draft_timeout_seconds: float = Field(default=10.0, gt=0)
+    draft_prefill_timeout_seconds: float = Field(default=120.0, gt=0)
+    verify_timeout_seconds: float = Field(default=120.0, gt=0)
+    target_patience_seconds: float = Field(default=30.0, ge=0)  # how long a session waits for a lost target
+
+
+class CoordinatorServer:
+    """Serves one deployment, from `start` to `stop`, within one event loop."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        """A new life: sessions of an earlier one are strangers to the workers."""
+        self._config = config
+        self._id = f"coordinator-{secrets.token_hex(8)}"
+
+    async def start(self) -> str:
+        """Connect, check, bind and serve; returns the address.
+
+        Raises TaskError when a worker cannot be reached or draft and target do not fit.
+        """
+        config = self._config
+        self._clients = [WorkerClient("target", config.target, self._id)]
+        if config.draft is not None:
+            self._clients.append(WorkerClient("draft", config.draft, self._id))
+        infos: list[WorkerInfo] = []
+        try:
+            for client in self._clients:
+                infos.append(await client.start())
+            check_fit(*infos)
+        except TaskError:
+            for client in self._clients[: len(infos)]:
+                await client.stop()
+            raise
+        self._service = self._build_service(*infos)
+        return await self._serve()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Take no further requests, let the running ones finish within the grace, and close."""
+        for name in self._service_names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(grace_seconds)
+        for client in self._clients:
+            await client.stop()
+
+    def _build_service(self, target: WorkerInfo, draft: WorkerInfo | None = None) -> InferenceService:
+        config = self._config
+        drafter = None
+        if draft is not None:
+            settings = DraftSettings(
+                ENCODINGS[config.encoding],
+                config.support,
+                config.draft_timeout_seconds,
+                config.draft_prefill_timeout_seconds,
+            )
+            drafter = Drafter(self._clients[1], settings)
+        verify_settings = VerifySettings(
+            RULES[config.rule], config.verify_timeout_seconds, config.target_patience_seconds
+        )
+        folder = config.tokenizer_folder
+        admission = Admission(target.num_slots, config.max_waiting_sessions)
+        num_draft_tokens = config.num_draft_tokens if draft is not None else 0
+        return InferenceService(
+            coordinator=self._id,
+            drafter=drafter,
+            verifier=Verifier(self._clients[0], verify_settings),
+            text=Text.load(folder) if folder is not None else None,
+            limits=Limits(
+                vocab_size=target.vocab_size,
+                max_length=target.max_length,
+                max_choices=config.max_choices,
+                max_num_draft_tokens=config.max_num_draft_tokens,
+                default_max_tokens=min(config.default_max_tokens, target.max_length),
+                default_num_draft_tokens=num_draft_tokens,
+            ),
+            end_token_ids=target.end_token_ids,
+            admission=admission,
+            info=ModelInfo(
+                target_model=target.model,
+                draft_model=draft.model if draft is not None else "",
+                vocab_size=target.vocab_size,
+                max_length=target.max_length,
+                num_draft_tokens=num_draft_tokens,
+                max_num_draft_tokens=config.max_num_draft_tokens,
+                max_choices=config.max_choices,
+                end_token_ids=target.end_token_ids,
+                max_running_sessions=admission.max_running,
+            ),
+        )
+
+    async def _serve(self) -> str:
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+        self._service_names = ["", name]
+        reflection.enable_server_reflection(
+            (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        await self._server.start()
+        for served in self._service_names:
+            await self._health.set(served, health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._config.host}:{port}"
+
+
+def check_fit(target: WorkerInfo, draft: WorkerInfo | None = None) -> None:
+    """Raise TaskError(FAILED_PRECONDITION) saying what differs when the drafter's ids mean other text."""
+    if draft is None:
+        return
+    if draft.vocab_size > target.vocab_size:
+        raise TaskError.mismatch(
+            f"the draft {draft.model} has {draft.vocab_size} token ids, "
+            f"the target {target.model} only {target.vocab_size}"
+        )
+    both = (draft.tokenizer_fingerprint, target.tokenizer_fingerprint)
+    if all(both) and both[0] != both[1]:
+        raise TaskError.mismatch(
+            f"the tokenizers of the draft {draft.model} ({both[0][:12]}) and of the target {target.model} "
+            f"({both[1][:12]}) differ: the same id is not the same text"
+        )

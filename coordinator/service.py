@@ -1,0 +1,224 @@
+"""The public Inference service: requests in, events out as rounds commit tokens.
+
+Knows requests, their choices and their ends; the decoding loop does the work. Every way out of a request
+(its end, an error, Abort, a client that is gone, a deadline) frees what it held.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_status import rpc_status
+
+from coordinator.admission import Admission
+from coordinator.decoding import decode
+from coordinator.drafting import Drafter
+from coordinator.requests import Limits, Order, read_request
+from coordinator.sessions import Session, Tally
+from coordinator.text import Text, TextStream
+from coordinator.verifying import Verifier
+from protos.inference_pb2 import (
+    FINISH_REASON_ABORT,
+    AbortReply,
+    AbortRequest,
+    Finished,
+    GenerateReply,
+    GenerateRequest,
+    GetModelInfoRequest,
+    ModelInfo,
+    Origin,
+    Started,
+    Token,
+    Tokens,
+    Usage,
+)
+from protos.inference_pb2_grpc import InferenceServicer
+from protos.prefix import TokenPrefix
+from protos.status import TaskError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A running request: its choices' tasks, what they have to say, what they count."""
+
+    order: Order
+    tally: Tally = field(default_factory=Tally)
+    events: "asyncio.Queue[GenerateReply | TaskError | _Aborted]" = field(default_factory=asyncio.Queue)
+    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
+
+
+class _Aborted(Exception):
+    """Somebody called Abort."""
+
+
+class InferenceService(InferenceServicer):
+    """Generate, Abort and GetModelInfo over one drafter and one target."""
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        drafter: Drafter | None,
+        verifier: Verifier,
+        text: Text | None,
+        limits: Limits,
+        end_token_ids: Sequence[int],
+        admission: Admission,
+        info: ModelInfo,
+    ) -> None:
+        """`coordinator` names this coordinator and its life; `info` is completed with live counts."""
+        self._coordinator = coordinator
+        self._drafter = drafter
+        self._verifier = verifier
+        self._text = text
+        self._limits = limits
+        self._end_token_ids = frozenset(end_token_ids)
+        self._admission = admission
+        self._info = info
+        self._session_numbers = itertools.count(1)
+        self._running: dict[str, _Request] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are not complete."""
+        return len(self._running)
+
+    async def Generate(
+        self,
+        request: GenerateRequest,
+        context: grpc.aio.ServicerContext[GenerateRequest, GenerateReply],
+    ) -> AsyncIterator[GenerateReply]:
+        """See inference.proto."""
+        try:
+            async for reply in self._generate(request):
+                yield reply
+        except TaskError as error:
+            await context.abort_with_status(rpc_status.to_status(error.to_status()))
+
+    async def Abort(
+        self, request: AbortRequest, context: grpc.aio.ServicerContext[AbortRequest, AbortReply]
+    ) -> AbortReply:
+        """See inference.proto."""
+        running = self._running.get(request.request_id)
+        if running is None:
+            return AbortReply(aborted=False)
+        running.events.put_nowait(_Aborted())
+        return AbortReply(aborted=True)
+
+    async def GetModelInfo(
+        self,
+        request: GetModelInfoRequest,
+        context: grpc.aio.ServicerContext[GetModelInfoRequest, ModelInfo],
+    ) -> ModelInfo:
+        """See inference.proto."""
+        info = ModelInfo()
+        info.CopyFrom(self._info)
+        info.num_running_sessions = self._admission.num_running
+        info.num_waiting_sessions = self._admission.num_waiting
+        return info
+
+    async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerateReply]:
+        order = await asyncio.to_thread(read_request, request, self._text, self._limits)
+        if order.request_id in self._running:
+            raise TaskError.invalid("request_id", f"is {order.request_id!r}, which is running already")
+        self._admission.admit(order.num_choices)
+        running = self._running[order.request_id] = _Request(order)
+        for choice in range(order.num_choices):
+            task = asyncio.create_task(self._run_choice(running, choice))
+            task.add_done_callback(lambda _: self._admission.leave())  # also of a task that never began
+            running.tasks.append(task)
+        try:
+            yield GenerateReply(
+                started=Started(
+                    request_id=order.request_id, seed=order.seed, num_prompt_tokens=len(order.prompt)
+                )
+            )
+            unfinished = set(range(order.num_choices))
+            while unfinished:
+                event = await running.events.get()
+                if isinstance(event, _Aborted):
+                    break
+                if isinstance(event, TaskError):
+                    raise event
+                if event.HasField("finished"):
+                    unfinished.remove(event.finished.choice)
+                yield event
+            for choice in sorted(unfinished):
+                yield GenerateReply(finished=Finished(choice=choice, reason=FINISH_REASON_ABORT))
+            yield GenerateReply(usage=_usage(order, running.tally))
+        finally:
+            for task in running.tasks:
+                task.cancel()
+            await asyncio.gather(*running.tasks, return_exceptions=True)
+            del self._running[order.request_id]
+
+    async def _run_choice(self, running: _Request, choice: int) -> None:
+        """Decode one choice; whatever becomes of it is told to the request's events."""
+        session = self._open_session(running, choice)
+        text = self._text.stream() if self._text is not None else None
+
+        def emit(committed: Sequence[tuple[int, "Origin"]]) -> None:
+            tokens = [_token(token, origin, text) for token, origin in committed]
+            running.events.put_nowait(GenerateReply(tokens=Tokens(choice=choice, tokens=tokens)))
+
+        try:
+            async with self._admission.turn():
+                await decode(session, self._drafter, self._verifier, emit)
+            assert session.finish_reason is not None, "decode returns when the session is finished"
+            rest = text.flush() if text is not None else ""
+            finished = Finished(choice=choice, reason=session.finish_reason, text=rest)
+            running.events.put_nowait(GenerateReply(finished=finished))
+        except TaskError as error:
+            running.events.put_nowait(error)
+        except Exception:
+            fault_id = uuid.uuid4().hex[:12]
+            logger.exception("session %s failed (fault %s)", session.id, fault_id)
+            fault = TaskError.internal(
+                f"the request failed; the coordinator's log has it as fault {fault_id}"
+            )
+            running.events.put_nowait(fault)
+
+    def _open_session(self, running: _Request, choice: int) -> Session:
+        order = running.order
+        return Session(
+            id=f"{self._coordinator}/{next(self._session_numbers)}",
+            choice=choice,
+            seed=order.seed,
+            tokens=TokenPrefix(order.prompt),
+            num_prompt_tokens=len(order.prompt),
+            max_tokens=order.max_tokens,
+            max_length=self._limits.max_length,
+            end_token_ids=frozenset() if order.ignore_end_tokens else self._end_token_ids,
+            sampling=order.sampling,
+            num_draft_tokens=order.num_draft_tokens,
+            tally=running.tally,
+        )
+
+
+def _token(token: int, origin: "Origin", text: TextStream | None) -> Token:
+    return Token(id=token, text=text.push(token) if text is not None else "", origin=origin)
+
+
+def _usage(order: Order, tally: Tally) -> Usage:
+    num_accepted = sum(tally.num_accepted_per_pos)
+    usage = Usage(
+        num_prompt_tokens=len(order.prompt),
+        num_completion_tokens=tally.num_completion_tokens,
+        num_rounds=tally.num_rounds,
+        num_drafts=tally.num_drafts,
+        num_draft_tokens=tally.num_draft_tokens,
+        num_accepted_tokens=num_accepted,
+        num_accepted_tokens_per_pos=tally.num_accepted_per_pos,
+        num_q_bytes=tally.num_q_bytes,
+        num_fallbacks=tally.num_fallbacks,
+    )
+    if tally.num_draft_tokens:
+        usage.acceptance_rate = num_accepted / tally.num_draft_tokens
+        usage.mean_acceptance_length = 1.0 + num_accepted / tally.num_drafts
+    return usage

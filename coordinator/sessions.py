@@ -1,0 +1,126 @@
+"""A session: one sequence being generated. Its committed tokens are the only truth; workers hold copies.
+
+Knows tokens, rounds and counts; sends nothing and waits for nothing. Committing a verdict is the one thing
+that changes the text, and it happens here.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protos.inference_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    ORIGIN_ACCEPTED,
+    ORIGIN_BONUS,
+    ORIGIN_PLAIN,
+    ORIGIN_RECOVERED,
+    FinishReason,
+    Origin,
+)
+from protos.prefix import TokenPrefix
+from protos.worker_pb2 import Sampling, SessionState, VerifyResult
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a request counts. Tokens cut by an end token or by max_tokens count nowhere."""
+
+    num_completion_tokens: int = 0
+    num_rounds: int = 0
+    num_drafts: int = 0  # rounds with at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_per_pos: list[int] = field(default_factory=list)
+    num_q_bytes: int = 0
+    num_fallbacks: int = 0  # rounds that went without drafts because the drafter failed
+
+
+@dataclass(slots=True)
+class Seat:
+    """What one worker is believed to hold of one session. Wrong beliefs cost a message, never a token."""
+
+    epoch: int = 0
+    length: int = 0
+
+    def state(self, session: "Session", epoch: int, timeout_seconds: float) -> SessionState:
+        """Where the session stands, with the tokens that a worker in this life may lack."""
+        start = self.length if self.epoch == epoch else 0
+        return SessionState(
+            session=session.id,
+            epoch=epoch,
+            round=session.round,
+            base_length=len(session.tokens),
+            start=start,
+            start_hash=session.tokens.hash_at(start),
+            tokens=session.tokens.pack_since(start),
+            timeout_ns=int(timeout_seconds * 1e9),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sample of one request, from its prompt to its end."""
+
+    id: str  # contains the coordinator's id and life
+    choice: int
+    seed: int
+    tokens: TokenPrefix  # the prompt first
+    num_prompt_tokens: int
+    max_tokens: int
+    max_length: int  # of the target's context
+    end_token_ids: frozenset[int]
+    sampling: Sampling
+    num_draft_tokens: int  # K wanted
+    tally: Tally
+    round: int = 0
+    finish_reason: "FinishReason | None" = None
+    target_seat: Seat = field(default_factory=Seat)
+    draft_seat: Seat = field(default_factory=Seat)
+
+    @property
+    def draft_key(self) -> bytes:
+        """The drafter's key: from the seed one way, so that a drafter cannot see the target's coins."""
+        seed = self.seed.to_bytes(8, "little")
+        return hashlib.blake2b(seed, digest_size=16, person=b"outrider draft").digest()
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be committed."""
+        num_completed = len(self.tokens) - self.num_prompt_tokens
+        return min(self.max_tokens - num_completed, self.max_length - len(self.tokens))
+
+    def commit(
+        self, drafts: Sequence[int], num_q_bytes: int, verdict: VerifyResult
+    ) -> list[tuple[int, "Origin"]]:
+        """Append what the round decided, up to an end token; returns it with each token's origin."""
+        block = [(token, ORIGIN_ACCEPTED) for token in drafts[: verdict.num_accepted]]
+        block.append((verdict.token, _origin_of_last(len(drafts), verdict.num_accepted)))
+        for i, (token, _) in enumerate(block):
+            if token in self.end_token_ids:
+                block = block[: i + 1]
+                self.finish_reason = FINISH_REASON_STOP
+                break
+        self.tokens.extend(token for token, _ in block)
+        if self.finish_reason is None and self.num_remaining <= 0:
+            self.finish_reason = FINISH_REASON_LENGTH
+        self._count(len(drafts), num_q_bytes, [origin for _, origin in block])
+        return block
+
+    def _count(self, num_drafts: int, num_q_bytes: int, origins: Sequence["Origin"]) -> None:
+        tally = self.tally
+        tally.num_completion_tokens += len(origins)
+        tally.num_rounds += 1
+        tally.num_drafts += num_drafts > 0
+        tally.num_draft_tokens += num_drafts
+        tally.num_q_bytes += num_q_bytes
+        per_pos = tally.num_accepted_per_pos
+        per_pos.extend([0] * (num_drafts - len(per_pos)))
+        for i, origin in enumerate(origins):
+            if origin == ORIGIN_ACCEPTED:
+                per_pos[i] += 1
+
+
+def _origin_of_last(num_drafts: int, num_accepted: int) -> "Origin":
+    if num_drafts == 0:
+        return ORIGIN_PLAIN
+    return ORIGIN_BONUS if num_accepted == num_drafts else ORIGIN_RECOVERED

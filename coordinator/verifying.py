@@ -1,0 +1,98 @@
+"""Has the target judge a proposal, and keeps asking while the target is away.
+
+Knows the target's client and how long to persist. A proposal is frozen once it is sent: every retry carries
+the same bytes, and the target answers a round that it has answered before with the same verdict.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import grpc
+
+from coordinator.sessions import Session
+from coordinator.worker_client import WorkerClient
+from protos.status import TaskError
+from protos.wire import digest
+from protos.worker_pb2 import Proposal, Rule, VerifyResult, VerifyTask
+
+PASSING = frozenset(  # what may be over a moment later
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.ABORTED,
+    }
+)
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """How the target is asked."""
+
+    rule: "Rule"
+    timeout_seconds: float  # of one attempt
+    patience_seconds: float  # of all attempts of a round
+
+
+class Verifier:
+    """The target of a deployment, seen from its sessions."""
+
+    def __init__(self, client: WorkerClient, settings: VerifySettings) -> None:
+        """Ask `client` as `settings` say."""
+        self._client = client
+        self._settings = settings
+
+    async def verify(self, session: Session, proposal: Proposal) -> VerifyResult:
+        """The verdict on a proposal, which may be empty.
+
+        Raises TaskError when the target refuses for good or stays away longer than the patience.
+        """
+        task = VerifyTask(
+            proposal=proposal,
+            digest=digest(proposal),
+            sampling=session.sampling,
+            seed=session.seed,
+            draft_key=session.draft_key,
+            choice=session.choice,
+            rule=self._settings.rule,
+        )
+        give_up = time.monotonic() + self._settings.patience_seconds
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await self._ask(session, task)
+            except TaskError as error:
+                if error.worker_length is not None:
+                    continue  # send the tokens from there, at once
+                if error.code not in PASSING or time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def forget(self, session: Session) -> None:
+        """The session is over."""
+        self._client.release(session.id)
+
+    async def _ask(self, session: Session, task: VerifyTask) -> VerifyResult:
+        client, seat = self._client, session.target_seat
+        info, length = client.info, len(session.tokens)
+        timeout_seconds = self._settings.timeout_seconds
+        task.state.CopyFrom(seat.state(session, info.epoch, timeout_seconds))
+        try:
+            reply = await client.ask(task, timeout_seconds)
+        except TaskError as error:
+            if error.worker_length is not None:
+                if (seat.epoch, seat.length) == (info.epoch, error.worker_length):
+                    raise TaskError.internal("the target asks for tokens that it was sent") from None
+                seat.epoch, seat.length = info.epoch, error.worker_length
+            raise
+        result = reply.verify
+        if result.digest != task.digest:
+            raise TaskError.data_loss("the verdict is on another proposal")
+        if result.num_accepted > len(task.proposal.tokens) // 4 or result.token >= info.vocab_size:
+            raise TaskError.internal(f"the target's verdict cannot be: {result.num_accepted} accepted")
+        seat.epoch, seat.length = info.epoch, length
+        return result

@@ -1,0 +1,235 @@
+"""The coordinator's end of one worker's stream: tasks of many sessions go out together, answers come back.
+
+Knows streams, credits, generations and deadlines; not what a task means. What has piled up while the last
+message was written goes into the next one: batching without timers.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import grpc
+
+from protos import worker_pb2_grpc
+from protos.status import TaskError
+from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, seal, unseal
+from protos.worker_pb2 import (
+    DraftTask,
+    HandshakeRequest,
+    ReplyBatch,
+    Sealed,
+    TaskBatch,
+    TaskReply,
+    VerifyTask,
+    WorkerInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
+
+
+class WorkerClient:
+    """One worker, reconnected for as long as the client lives."""
+
+    def __init__(self, role: Literal["draft", "target"], address: str, coordinator: str) -> None:
+        """`address` is host:port; `coordinator` names this coordinator and its life."""
+        self.role = role
+        self.address = address
+        self.num_stale_replies = 0
+        self._coordinator = coordinator
+        self._info: WorkerInfo | None = None
+        self._generation = 0
+        self._task_ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[TaskReply]] = {}
+        self._outgoing: list[Sealed] = []
+        self._released: list[str] = []
+        self._wake = asyncio.Event()
+        self._credits = _Credits()
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker as it said at the last handshake. Raises TaskError(UNAVAILABLE) while disconnected."""
+        if self._info is None:
+            raise TaskError.unavailable(f"the {self.role} worker at {self.address} is not connected")
+        return self._info
+
+    async def start(self) -> WorkerInfo:
+        """Connect and keep connected. Raises TaskError when the first handshake fails."""
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        stub: Any  # the generated stubs give their calls no types
+        if self.role == "draft":
+            stub = worker_pb2_grpc.DraftStub(self._channel)
+            self._open_stream = stub.Propose
+        else:
+            stub = worker_pb2_grpc.TargetStub(self._channel)
+            self._open_stream = stub.Verify
+        self._handshake = stub.Handshake
+        try:
+            info = await self._shake_hands()
+        except TaskError:
+            await self._channel.close()
+            raise
+        self._adopt(info)
+        self._keeper = asyncio.create_task(self._keep_connected(), name=f"{self.role} client")
+        return info
+
+    async def stop(self) -> None:
+        """Close the stream; what is in flight fails with UNAVAILABLE."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._channel.close()
+
+    async def ask(self, task: DraftTask | VerifyTask, timeout_seconds: float) -> TaskReply:
+        """Send a task and wait for its answer.
+
+        Raises TaskError: what the worker said, UNAVAILABLE when the stream breaks first, DEADLINE_EXCEEDED
+        when neither happens in time.
+        """
+        size = task.ByteSize()
+        try:
+            async with asyncio.timeout(timeout_seconds), self._credits.borrow(size):
+                reply = await self._exchange(task)
+        except TimeoutError:
+            raise TaskError.deadline(
+                f"the {self.role} worker at {self.address} did not answer within {timeout_seconds:g} s"
+            ) from None
+        if reply.HasField("error"):
+            raise TaskError.from_status(reply.error)
+        return reply
+
+    def release(self, session: str) -> None:
+        """Tell the worker that the session is over; overtakes the tasks that wait to be sent."""
+        if self._info is not None:  # a worker without a stream frees the slot by its lease
+            self._released.append(session)
+            self._wake.set()
+
+    async def _exchange(self, task: DraftTask | VerifyTask) -> TaskReply:
+        if task.state.epoch != self.info.epoch:
+            raise TaskError.stale(f"the {self.role} worker at {self.address} began another life")
+        task_id = next(self._task_ids)
+        future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
+        self._waiting[task_id] = future
+        self._outgoing.append(seal(task_id, task))
+        self._wake.set()
+        try:
+            return await future
+        finally:
+            del self._waiting[task_id]
+
+    def _adopt(self, info: WorkerInfo) -> None:
+        """A life of the worker to send tasks to."""
+        self._generation += 1
+        self._info = info
+        self._credits.grant(info.task_credits, info.byte_credits)
+
+    async def _keep_connected(self) -> None:
+        try:
+            while True:
+                await self._run_stream()
+                self._adopt(await self._shake_hands_again())
+        finally:
+            self._disconnected("the coordinator is stopping")
+
+    async def _shake_hands_again(self) -> WorkerInfo:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            with contextlib.suppress(TaskError):
+                return await self._shake_hands()
+
+    async def _shake_hands(self) -> WorkerInfo:
+        request = HandshakeRequest(protocol_version=PROTOCOL_VERSION, coordinator=self._coordinator)
+        try:
+            info: WorkerInfo = await self._handshake(request, timeout=HANDSHAKE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise TaskError(
+                error.code(),
+                f"the {self.role} worker at {self.address} refused the handshake: {error.details()}",
+            ) from None
+        return info
+
+    async def _run_stream(self) -> None:
+        """Until the stream breaks."""
+        call = self._open_stream()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            await self._read(call)
+            reason = "the worker closed the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        finally:
+            writer.cancel()
+            call.cancel()
+        logger.warning("lost the %s worker at %s: %s", self.role, self.address, reason)
+        self._disconnected(reason)
+
+    async def _write(self, call: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
+            while True:
+                await self._wake.wait()
+                await asyncio.sleep(0)  # sessions that were woken by the same message go out together
+                self._wake.clear()
+                tasks = [task for task in self._outgoing if task.task_id in self._waiting]
+                self._outgoing = []
+                released, self._released = self._released, []
+                batch = TaskBatch(generation=self._generation, tasks=tasks, released_sessions=released)
+                await call.write(batch)
+
+    async def _read(self, call: Any) -> None:
+        batches: AsyncIterator[ReplyBatch] = aiter(call)
+        async for batch in batches:
+            if batch.generation != self._generation:
+                self.num_stale_replies += len(batch.replies)
+                continue
+            for sealed in batch.replies:
+                future = self._waiting.get(sealed.task_id)
+                if future is None or future.done():
+                    self.num_stale_replies += 1  # nobody waits for it any more
+                    continue
+                try:
+                    future.set_result(unseal(sealed, TaskReply))
+                except TaskError as error:
+                    future.set_exception(error)
+
+    def _disconnected(self, reason: str) -> None:
+        self._info = None
+        self._outgoing.clear()
+        self._released.clear()
+        for future in self._waiting.values():
+            if not future.done():
+                error = TaskError.unavailable(f"lost the {self.role} worker at {self.address}: {reason}")
+                future.set_exception(error)
+
+
+class _Credits:
+    """Bounds the tasks and bytes in flight on the stream."""
+
+    def __init__(self) -> None:
+        self._max_tasks = self._max_bytes = 0
+        self._tasks = self._bytes = 0
+        self._freed = asyncio.Event()
+
+    def grant(self, max_tasks: int, max_bytes: int) -> None:
+        """What the worker allows, from the handshake."""
+        self._max_tasks, self._max_bytes = max_tasks, max_bytes
+
+    @contextlib.asynccontextmanager
+    async def borrow(self, size: int) -> AsyncIterator[None]:
+        """Wait for room for one task; a task larger than all credit goes alone."""
+        while self._tasks and (self._tasks >= self._max_tasks or self._bytes + size > self._max_bytes):
+            self._freed.clear()
+            await self._freed.wait()
+        self._tasks += 1
+        self._bytes += size
+        try:
+            yield
+        finally:
+            self._tasks -= 1
+            self._bytes -= size
+            self._freed.set()

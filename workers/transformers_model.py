@@ -1,0 +1,382 @@
+"""A causal model of transformers behind `LanguageModel`: packed ragged passes over a preallocated slot cache.
+
+Knows transformers and torch: how to load a model, take over its attention, and refuse one that does not fit.
+Does not know which tokens the slots stand for (`workers.slots`), nor sampling, verification or the network.
+
+All feeds of a pass lie in one sequence `[1, N]`, each row with its own position id; nothing is padded. The
+model's attention is replaced by one that writes a row's keys and values to its slot and reads that slot only.
+transformers builds no mask for an attention without a registered mask function, so causality and sliding
+windows are decided here.
+
+N rows of a pass, T tokens of a feed, H heads, G KV heads, D head dimension, C logit columns, V vocabulary.
+"""
+
+import inspect
+import json
+import weakref
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from workers.checkpoints import ModelRefused
+from workers.language_model import Feed, Logits
+
+# The check at load allows this times the largest logit. In float32 other orders of the same sums differ by
+# 1e-6; a wrong position, window or neighbour shows at 1e-3 and above even in freshly initialised models.
+CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+CHECK_LENGTH = 9
+CHECK_MAX_WINDOW = 64  # longer windows are not crossed by the check: they are compared with the configuration
+
+# Keywords of an attention call that say nothing about its result. Any other that is set is refused.
+_HARMLESS = {"cache", "output_attentions", "position_embeddings", "position_ids", "return_dict", "use_cache"}
+_INSTANCES = count()
+
+
+class _Pass:
+    """Where the rows of one pass belong: the same for all layers, so worked out once."""
+
+    def __init__(self, feeds: Sequence[Feed], device: torch.device, dtype: torch.dtype) -> None:
+        rows = [(feed.slot, feed.start + i, token) for feed in feeds for i, token in enumerate(feed.tokens)]
+        table = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
+        self.slots, self.positions, self.tokens = table.unbind()  # [N] each
+        self._feeds, self._device, self._dtype = feeds, device, dtype
+        self._spans: dict[int | None, list[tuple[slice, int, slice, torch.Tensor | None]]] = {}
+
+    def wanted(self) -> torch.Tensor:
+        """The packed rows whose logits are wanted, in order."""
+        rows: list[int] = []
+        end = 0
+        for feed in self._feeds:
+            end += len(feed.tokens)
+            rows += range(end - feed.num_logits, end)
+        return torch.tensor(rows, dtype=torch.long, device=self._device)
+
+    def spans(self, window: int | None) -> list[tuple[slice, int, slice, torch.Tensor | None]]:
+        """For each feed its rows, slot, the held positions that they see, and a mask where not all see all.
+
+        `window` counts the positions that a row sees, itself included. The mask, `[T, positions]` of 0 and
+        -inf in the model's dtype, is added to the scores.
+        """
+        if window not in self._spans:
+            spans, row = [], 0
+            for feed in self._feeds:
+                rows = slice(row, row := row + len(feed.tokens))
+                end = feed.start + len(feed.tokens)
+                begin = 0 if window is None else max(0, feed.start - window + 1)
+                spans.append((rows, feed.slot, slice(begin, end), self._mask(feed.start, begin, end, window)))
+            self._spans[window] = spans
+        return self._spans[window]
+
+    def _mask(self, start: int, begin: int, end: int, window: int | None) -> torch.Tensor | None:
+        if end - start == 1:
+            return None
+        seen = torch.arange(begin, end, device=self._device)
+        row = torch.arange(start, end, device=self._device)[:, None]
+        hidden = seen > row
+        if window is not None:
+            hidden |= seen <= row - window
+        return torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+
+
+class TransformersModel:
+    """`LanguageModel` over a transformers model, which belongs to this object from then on.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_length: int,
+        output_ids: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> None:
+        """Take over `model` and check it. Raises ModelRefused; ValueError for a bad size or output id."""
+        self._model, self._name = model.eval(), type(model).__name__
+        self._config = model.config.get_text_config()
+        self._vocab_size = int(self._config.vocab_size)
+        for field, value in (("num_slots", num_slots), ("max_length", max_length)):
+            if value < 1:
+                raise ValueError(f"{field} {value} is below 1")
+        limit = getattr(self._config, "max_position_embeddings", None)
+        if limit is not None and max_length > limit:
+            raise ValueError(f"max_length {max_length} exceeds the {limit} positions of {self._name}")
+        self._num_slots, self._max_length = num_slots, max_length
+        self._output_ids = None if output_ids is None else _checked_ids(output_ids, self._vocab_size)
+        self._held = [0] * num_slots  # positions that each slot holds
+        self._cache: dict[
+            int, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # by layer, [num_slots, G, max_length, D]
+        self._windows: dict[int, int | None] = {}  # by layer
+        self._pass: _Pass | None = None
+
+        _refuse_by_declaration(model)
+        tokens, expected = self._expected_logits()
+        self._take_over_attention()
+        self._take_over_head()
+        self._check(tokens, expected)
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_threads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Self:
+        """Load a folder of safetensors; ModelRefused says why one does not fit.
+
+        A `vocabulary.json` in the folder, a list of ids, is the `output_ids`. `num_threads` is torch's, for
+        the whole process.
+        """
+        if not (folder / "config.json").is_file():
+            raise ModelRefused(f"folder {folder} holds no config.json")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError) as error:
+            raise ModelRefused(f"folder {folder} does not load: {error}") from error
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):  # transformers would go on with random ones
+            raise ModelRefused(f"folder {folder} lacks {len(missing)} weights, the first is {missing[0]}")
+        vocabulary = folder / "vocabulary.json"
+        output_ids = json.loads(vocabulary.read_text()) if vocabulary.is_file() else None
+        return cls(model.to(device), num_slots=num_slots, max_length=max_length, output_ids=output_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids are 0..V-1."""
+        return self._vocab_size
+
+    @property
+    def output_ids(self) -> NDArray[np.int64] | None:
+        """[C] ascending ids that the C logit columns stand for, or None when C = V and column i is id i."""
+        return self._output_ids
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences can be held at once."""
+        return self._num_slots
+
+    @property
+    def max_length(self) -> int:
+        """How many positions a slot can hold."""
+        return self._max_length
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
+        """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
+        self._validate(feeds)
+        if not feeds:
+            return []
+        for feed in feeds:  # a pass that fails leaves held what it did not touch
+            self._held[feed.slot] = feed.start
+        logits = self._run(feeds)
+        for feed in feeds:
+            self._held[feed.slot] = feed.start + len(feed.tokens)
+        return np.split(logits, np.cumsum([feed.num_logits for feed in feeds])[:-1])
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
+        self._validate_slot(slot)
+        if length < 0:
+            raise ValueError(f"length {length} of slot {slot} is below 0")
+        self._held[slot] = min(self._held[slot], length)
+
+    def _validate_slot(self, slot: int) -> None:
+        if not 0 <= slot < self._num_slots:
+            raise ValueError(f"slot {slot} is not in 0..{self._num_slots - 1}")
+
+    def _validate(self, feeds: Sequence[Feed]) -> None:
+        slots = set()
+        for feed in feeds:
+            slot, start, num_tokens = feed.slot, feed.start, len(feed.tokens)
+            self._validate_slot(slot)
+            if slot in slots:
+                raise ValueError(f"slot {slot} is fed twice, a pass feeds a slot at most once")
+            slots.add(slot)
+            held = self._held[slot]
+            if not 0 <= start <= held:
+                raise ValueError(f"start {start} of slot {slot} is not in 0..{held}, what the slot holds")
+            if not 1 <= num_tokens <= self._max_length - start:
+                room = f"1..{self._max_length - start} (max_length {self._max_length})"
+                raise ValueError(f"{num_tokens} tokens of slot {slot} from start {start} are not in {room}")
+            if not 0 <= feed.num_logits <= num_tokens:
+                raise ValueError(f"num_logits {feed.num_logits} of slot {slot} is not in 0..{num_tokens}")
+            for token in (min(feed.tokens), max(feed.tokens)):
+                if not 0 <= token < self._vocab_size:
+                    raise ValueError(f"token {token} of slot {slot} is not in 0..{self._vocab_size - 1}")
+
+    def _run(self, feeds: Sequence[Feed]) -> Logits:
+        """Logits of all wanted rows of the pass, `[rows, C]`; the head runs on these rows only."""
+        with torch.inference_mode():
+            rows = self._pass = _Pass(feeds, self._model.device, self._model.dtype)
+            try:
+                output = self._model(
+                    input_ids=rows.tokens[None],
+                    position_ids=rows.positions[None],
+                    use_cache=False,
+                    logits_to_keep=rows.wanted(),
+                )
+            finally:
+                self._pass = None
+            return np.asarray(output.logits[0].float().cpu().numpy())
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,  # [1, H, N, D]
+        key: torch.Tensor,  # [1, G, N, D]
+        value: torch.Tensor,  # [1, G, N, D of the values]
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **keywords: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """One layer's attention, `[1, N, H, D]`: write the rows to their slots, let each see its own."""
+        self._refuse_keywords(module, {"attention_mask": attention_mask, **keywords})
+        assert self._pass is not None
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        if layer not in self._cache:  # sized by what the first pass shows; untouched pages cost nothing
+            sizes = [(self._num_slots, x.shape[1], self._max_length, x.shape[3]) for x in (key, value)]
+            self._cache[layer] = (key.new_empty(sizes[0]), value.new_empty(sizes[1]))
+            self._windows[layer] = sliding_window
+        keys, values = self._cache[layer]
+        keys[self._pass.slots, :, self._pass.positions] = key[0].transpose(0, 1)
+        values[self._pass.slots, :, self._pass.positions] = value[0].transpose(0, 1)
+        outputs = [
+            scaled_dot_product_attention(
+                query[:, :, rows],
+                keys[slot : slot + 1, :, seen],
+                values[slot : slot + 1, :, seen],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=True,
+            )
+            for rows, slot, seen, mask in self._pass.spans(sliding_window)
+        ]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return output.transpose(1, 2), None
+
+    def _refuse_keywords(self, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
+        """Refuse what would change the result and is not honoured: softcap, sinks, biases, masks."""
+        if keywords.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
+            raise ModelRefused(f"{self._name} does not fit: is_causal is False, its rows see later positions")
+        if keywords.get("dropout") == 0:
+            del keywords["dropout"]
+        for name, value in keywords.items():
+            if name not in _HARMLESS and value is not None and value is not False:
+                shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+                raise ModelRefused(f"{self._name} does not fit: its attention asks for {name} {shown}")
+
+    def _take_over_attention(self) -> None:
+        """Make the model call `_attend`; the registry, which lasts, does not keep this object alive."""
+        attend, name = weakref.WeakMethod(self._attend), f"outrider-slots-{next(_INSTANCES)}"
+        AttentionInterface.register(name, lambda *args, **keywords: attend()(*args, **keywords))  # type: ignore[misc]
+        self._model.set_attn_implementation(name)
+
+    def _take_over_head(self) -> None:
+        """Keep the rows of the head that `output_ids` names; what the model does after its head stays."""
+        if self._output_ids is None:
+            return
+        head = self._model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear:
+            kind = type(head).__name__
+            raise ModelRefused(f"{self._name} does not fit output_ids: its head is {kind}, not Linear")
+        rows = torch.tensor(self._output_ids, device=head.weight.device)
+        reduced = torch.nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+        for name, parameter in list(head.named_parameters()):
+            setattr(reduced, name, torch.nn.Parameter(parameter.detach()[rows], requires_grad=False))
+        self._model.set_output_embeddings(reduced)
+
+    def _expected_logits(self) -> tuple[list[list[int]], Logits]:
+        """Two different sequences, and the logits `[2, last positions, C]` by the model's own attention."""
+        window = getattr(self._config, "sliding_window", None) or 0
+        length = max(CHECK_LENGTH, window + 4 if window <= CHECK_MAX_WINDOW else 0)
+        shape = (min(2, self._num_slots), min(length, self._max_length))
+        tokens = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        kept, inputs = max(1, shape[1] // 3), tokens.to(self._model.device)
+        with torch.inference_mode():
+            logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=kept).logits.float().cpu()
+        columns = slice(None) if self._output_ids is None else self._output_ids
+        return tokens.tolist(), logits.numpy()[:, :, columns]
+
+    def _check(self, tokens: list[list[int]], expected: Logits) -> None:
+        """Run the sequences through the slots, together, each in two pieces; refuse a model that differs."""
+        length, num_logits = len(tokens[0]), expected.shape[1]
+        pieces = list(enumerate(zip(tokens, (length * 2 // 3, length // 3), strict=False)))
+        try:
+            self.forward([Feed(slot, 0, row[:cut], 0) for slot, (row, cut) in pieces if cut])
+            actual = self.forward([Feed(slot, cut, row[cut:], num_logits) for slot, (row, cut) in pieces])
+        except ModelRefused:
+            raise
+        except Exception as error:
+            raise ModelRefused(f"{self._name} does not fit: a packed pass fails, {error}") from error
+        self._check_layers()
+        difference = float(np.abs(np.stack(actual) - expected).max())
+        limit = CHECK_TOLERANCE.get(self._model.dtype, 5e-2) * float(np.abs(expected).max())
+        if not difference <= limit:  # nor NaN
+            words = f"packed into slots its logits differ by {difference:.3g}, at most {limit:.3g} is allowed"
+            raise ModelRefused(f"{self._name} does not fit: {words}")
+        for slot, _ in pieces:
+            self.truncate(slot, 0)
+
+    def _check_layers(self) -> None:
+        """Every layer must keep its state in the slots and get the window that the configuration gives it."""
+        if missing := sorted(set(range(self._config.num_hidden_layers)) - self._cache.keys()):
+            raise ModelRefused(
+                f"{self._name} does not fit: layers {missing} keep no keys and values in slots"
+            )
+        kinds = getattr(self._config, "layer_types", None)
+        for layer, window in self._windows.items():
+            slides = kinds is None or kinds[layer] == "sliding_attention"
+            expected = getattr(self._config, "sliding_window", None) if slides else None
+            if window != expected:
+                words = f"layer {layer} attends with window {window}, configured is {expected}"
+                raise ModelRefused(f"{self._name} does not fit: {words}")
+
+
+def _checked_ids(output_ids: Sequence[int] | NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    ids = np.array(output_ids, dtype=np.int64)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"output_ids of shape {ids.shape} is not a list of at least 1 id")
+    if ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) < 1).any():
+        raise ValueError(f"output_ids from {ids[0]} to {ids[-1]} do not ascend within 0..{vocab_size - 1}")
+    ids.flags.writeable = False
+    return ids
+
+
+def _refuse_by_declaration(model: PreTrainedModel) -> None:
+    """Refuse what a short check would not show, and what the model's own words exclude."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    for parameter in ("position_ids", "logits_to_keep"):
+        if parameter not in inspect.signature(model.forward).parameters:
+            raise ModelRefused(f"{name} does not fit: its forward takes no {parameter}")
+    if not model._can_set_attn_implementation():
+        raise ModelRefused(f"{name} does not fit: its attention cannot be replaced")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ModelRefused(f"{name} does not fit: it has layers of type {kind}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        rope_type = entry.get("rope_type", "default")
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise ModelRefused(f"{name} does not fit: with rope_type {rope_type} rows depend on neighbours")
