@@ -40,11 +40,12 @@ class Work:
         return time.monotonic_ns() - self.arrived_ns >= self.task.state.timeout_ns
 
     def answer(self, outcome: TaskReply) -> TaskReply:
-        """The outcome with the times it took."""
-        times = WorkTimes(queue_ns=self.started_ns - self.arrived_ns, pass_ns=self.pass_ns)
-        for name in ("draft", "verify"):
-            if outcome.HasField(name):
-                getattr(outcome, name).times.CopyFrom(times)
+        """The outcome with the times it took; as it is without a pass: an error, or a reply given before."""
+        if self.started_ns:
+            times = WorkTimes(queue_ns=self.started_ns - self.arrived_ns, pass_ns=self.pass_ns)
+            for name in ("draft", "verify"):
+                if outcome.HasField(name):
+                    getattr(outcome, name).times.CopyFrom(times)
         return outcome
 
 
