@@ -4,66 +4,69 @@
 # source: protos/inference.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "protos/inference.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'protos/inference.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x16protos/inference.proto\x12\x0boutrider.v1"\x82\x06\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11ignore_end_tokens\x18\r \x01(\x08\x12\x0c\n\x04stop\x18\x14 \x03(\t\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x16 \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x18 \x03(\x0b\x32+.outrider.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x19 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x04\n\x02_nB\x13\n\x11_num_draft_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t"\xb8\x01\n\rGenerateReply\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.outrider.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x12#\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.UsageH\x00\x42\x07\n\x05\x65vent"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r"<\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.outrider.v1.Token"F\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x06origin\x18\x03 \x01(\x0e\x32\x13.outrider.v1.Origin"S\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t"\xe3\x02\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_rounds\x18\x03 \x01(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x07 \x03(\r\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12#\n\x16mean_acceptance_length\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bnum_q_bytes\x18\n \x01(\x04\x12\x15\n\rnum_fallbacks\x18\x0b \x01(\rB\x12\n\x10_acceptance_rateB\x19\n\x17_mean_acceptance_length""\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08"\x15\n\x13GetModelInfoRequest"\x9c\x02\n\tModelInfo\x12\x14\n\x0ctarget_model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x06 \x01(\r\x12\x13\n\x0bmax_choices\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12\x1c\n\x14max_running_sessions\x18\t \x01(\r\x12\x1c\n\x14num_running_sessions\x18\n \x01(\r\x12\x1c\n\x14num_waiting_sessions\x18\x0b \x01(\r*o\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x13\n\x0fORIGIN_ACCEPTED\x10\x01\x12\x14\n\x10ORIGIN_RECOVERED\x10\x02\x12\x10\n\x0cORIGIN_BONUS\x10\x03\x12\x10\n\x0cORIGIN_PLAIN\x10\x04*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12;\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x17.outrider.v1.AbortReply\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfob\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x0boutrider.v1\"\x82\x06\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.outrider.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x0e\n\x01n\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x1d\n\x10num_draft_tokens\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x19\n\x11ignore_end_tokens\x18\r \x01(\x08\x12\x0c\n\x04stop\x18\x14 \x03(\t\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x16 \x01(\x01H\n\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12?\n\nlogit_bias\x18\x18 \x03(\x0b\x32+.outrider.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x19 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x04\n\x02_nB\x13\n\x11_num_draft_tokensB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb8\x01\n\rGenerateReply\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12%\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.outrider.v1.TokensH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x12#\n\x05usage\x18\x04 \x01(\x0b\x32\x12.outrider.v1.UsageH\x00\x42\x07\n\x05\x65vent\"F\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"<\n\x06Tokens\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.outrider.v1.Token\"F\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12#\n\x06origin\x18\x03 \x01(\x0e\x32\x13.outrider.v1.Origin\"S\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xe3\x02\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_rounds\x18\x03 \x01(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x07 \x03(\r\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12#\n\x16mean_acceptance_length\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bnum_q_bytes\x18\n \x01(\x04\x12\x15\n\rnum_fallbacks\x18\x0b \x01(\rB\x12\n\x10_acceptance_rateB\x19\n\x17_mean_acceptance_length\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\x9c\x02\n\tModelInfo\x12\x14\n\x0ctarget_model\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_num_draft_tokens\x18\x06 \x01(\r\x12\x13\n\x0bmax_choices\x18\x07 \x01(\r\x12\x15\n\rend_token_ids\x18\x08 \x03(\r\x12\x1c\n\x14max_running_sessions\x18\t \x01(\r\x12\x1c\n\x14num_running_sessions\x18\n \x01(\r\x12\x1c\n\x14num_waiting_sessions\x18\x0b \x01(\r*o\n\x06Origin\x12\x16\n\x12ORIGIN_UNSPECIFIED\x10\x00\x12\x13\n\x0fORIGIN_ACCEPTED\x10\x01\x12\x14\n\x10ORIGIN_RECOVERED\x10\x02\x12\x10\n\x0cORIGIN_BONUS\x10\x03\x12\x10\n\x0cORIGIN_PLAIN\x10\x04*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xda\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1a.outrider.v1.GenerateReply0\x01\x12;\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x17.outrider.v1.AbortReply\x12H\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a\x16.outrider.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "protos.inference_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_GENERATEREQUEST_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_GENERATEREQUEST_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_ORIGIN"]._serialized_start = 2148
-    _globals["_ORIGIN"]._serialized_end = 2259
-    _globals["_FINISHREASON"]._serialized_start = 2261
-    _globals["_FINISHREASON"]._serialized_end = 2381
-    _globals["_GENERATEREQUEST"]._serialized_start = 40
-    _globals["_GENERATEREQUEST"]._serialized_end = 810
-    _globals["_GENERATEREQUEST_LOGITBIASENTRY"]._serialized_start = 576
-    _globals["_GENERATEREQUEST_LOGITBIASENTRY"]._serialized_end = 624
-    _globals["_TOKENIDS"]._serialized_start = 812
-    _globals["_TOKENIDS"]._serialized_end = 835
-    _globals["_CHAT"]._serialized_start = 837
-    _globals["_CHAT"]._serialized_end = 887
-    _globals["_CHATMESSAGE"]._serialized_start = 889
-    _globals["_CHATMESSAGE"]._serialized_end = 933
-    _globals["_GENERATEREPLY"]._serialized_start = 936
-    _globals["_GENERATEREPLY"]._serialized_end = 1120
-    _globals["_STARTED"]._serialized_start = 1122
-    _globals["_STARTED"]._serialized_end = 1192
-    _globals["_TOKENS"]._serialized_start = 1194
-    _globals["_TOKENS"]._serialized_end = 1254
-    _globals["_TOKEN"]._serialized_start = 1256
-    _globals["_TOKEN"]._serialized_end = 1326
-    _globals["_FINISHED"]._serialized_start = 1328
-    _globals["_FINISHED"]._serialized_end = 1411
-    _globals["_USAGE"]._serialized_start = 1414
-    _globals["_USAGE"]._serialized_end = 1769
-    _globals["_ABORTREQUEST"]._serialized_start = 1771
-    _globals["_ABORTREQUEST"]._serialized_end = 1805
-    _globals["_ABORTREPLY"]._serialized_start = 1807
-    _globals["_ABORTREPLY"]._serialized_end = 1836
-    _globals["_GETMODELINFOREQUEST"]._serialized_start = 1838
-    _globals["_GETMODELINFOREQUEST"]._serialized_end = 1859
-    _globals["_MODELINFO"]._serialized_start = 1862
-    _globals["_MODELINFO"]._serialized_end = 2146
-    _globals["_INFERENCE"]._serialized_start = 2384
-    _globals["_INFERENCE"]._serialized_end = 2602
+  DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_ORIGIN']._serialized_start=2148
+  _globals['_ORIGIN']._serialized_end=2259
+  _globals['_FINISHREASON']._serialized_start=2261
+  _globals['_FINISHREASON']._serialized_end=2381
+  _globals['_GENERATEREQUEST']._serialized_start=40
+  _globals['_GENERATEREQUEST']._serialized_end=810
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=576
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=624
+  _globals['_TOKENIDS']._serialized_start=812
+  _globals['_TOKENIDS']._serialized_end=835
+  _globals['_CHAT']._serialized_start=837
+  _globals['_CHAT']._serialized_end=887
+  _globals['_CHATMESSAGE']._serialized_start=889
+  _globals['_CHATMESSAGE']._serialized_end=933
+  _globals['_GENERATEREPLY']._serialized_start=936
+  _globals['_GENERATEREPLY']._serialized_end=1120
+  _globals['_STARTED']._serialized_start=1122
+  _globals['_STARTED']._serialized_end=1192
+  _globals['_TOKENS']._serialized_start=1194
+  _globals['_TOKENS']._serialized_end=1254
+  _globals['_TOKEN']._serialized_start=1256
+  _globals['_TOKEN']._serialized_end=1326
+  _globals['_FINISHED']._serialized_start=1328
+  _globals['_FINISHED']._serialized_end=1411
+  _globals['_USAGE']._serialized_start=1414
+  _globals['_USAGE']._serialized_end=1769
+  _globals['_ABORTREQUEST']._serialized_start=1771
+  _globals['_ABORTREQUEST']._serialized_end=1805
+  _globals['_ABORTREPLY']._serialized_start=1807
+  _globals['_ABORTREPLY']._serialized_end=1836
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1838
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1859
+  _globals['_MODELINFO']._serialized_start=1862
+  _globals['_MODELINFO']._serialized_end=2146
+  _globals['_INFERENCE']._serialized_start=2384
+  _globals['_INFERENCE']._serialized_end=2602
 # @@protoc_insertion_point(module_scope)
