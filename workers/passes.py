@@ -199,8 +199,7 @@ class PassLoop:
             self._finish(work, _error(_fault("a task failed")), answered)
         else:
             if outcome is not None:
-                state = work.task.state
-                job.slot.last_round, job.slot.last_key, job.slot.last_reply = state.round, work.key, outcome
+                job.slot.remember(work.task.state, work.key, outcome)
                 self._finish(work, outcome, answered)
 
     def _finish(self, work: Work, outcome: TaskReply, answered: list[tuple[Work, TaskReply]]) -> None:

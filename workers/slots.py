@@ -25,8 +25,24 @@ class Slot:
     busy: bool = False  # a job works in it
     touched: float = 0.0
     last_round: int = 0
-    last_key: bytes = b""  # what the last round was asked
+    last_length: int = 0  # L of the last round
+    last_key: bytes = b""  # what it was asked
     last_reply: TaskReply | None = None  # what it was answered
+
+    def remember(self, state: SessionState, key: bytes, reply: TaskReply) -> None:
+        """A round was answered. Its first L tokens stay in the slot until the session's next task."""
+        self.last_round, self.last_length = state.round, state.base_length
+        self.last_key, self.last_reply = key, reply
+
+    def stood_at(self, state: SessionState) -> bool:
+        """Whether these are the committed tokens that the last round was answered for."""
+        sent = unpack_tokens(state.tokens, "state.tokens")
+        return (
+            state.start + len(sent) == state.base_length == self.last_length
+            and state.start <= len(self.tokens)
+            and self.tokens.hash_at(state.start) == state.start_hash
+            and self.tokens.common_length(state.start, sent) == state.base_length
+        )
 
 
 class SlotTable:
@@ -51,7 +67,8 @@ class SlotTable:
     def answered(self, state: SessionState, key: bytes) -> TaskReply | None:
         """The reply of a round that was answered before, so that asking twice changes nothing.
 
-        Raises TaskError(ABORTED) for another life, an older round, or another question for the same round.
+        Raises TaskError(ABORTED) for another life, an older round, or another question for the same round:
+        other drafts, or other tokens before them, as from a second coordinator that uses the same name.
         """
         if state.epoch != self._epoch:
             raise TaskError.stale(f"epoch is {state.epoch}; this worker lives in {self._epoch}")
@@ -60,8 +77,8 @@ class SlotTable:
             return None
         if state.round < slot.last_round:
             raise TaskError.stale(f"round is {state.round}; the session is past {slot.last_round}")
-        if key != slot.last_key:
-            raise TaskError.stale(f"round {state.round} was answered already for another proposal")
+        if key != slot.last_key or not slot.stood_at(state):
+            raise TaskError.stale(f"round {state.round} was answered already for other tokens or drafts")
         return slot.last_reply
 
     def enter(self, state: SessionState, num_ahead: int) -> tuple[Slot, list[int]]:
@@ -74,16 +91,18 @@ class SlotTable:
         """
         sent = self._validate(state, num_ahead)
         slot = self._by_session.get(state.session)
-        held = len(slot.tokens) if slot else 0
-        if state.start > held:
-            raise TaskError.out_of_step(held, f"start is {state.start}; this session holds {held} tokens")
+        held = slot.tokens if slot else TokenPrefix()
+        if state.start > len(held):
+            raise TaskError.out_of_step(
+                len(held), f"start is {state.start}; this session holds {len(held)} tokens"
+            )
         if slot is not None and slot.busy:
             raise TaskError.unavailable(f"session {state.session} has another task at work", 0.05)
-        if slot is None:
-            slot = self._claim(state.session)
-        if slot.tokens.hash_at(state.start) != state.start_hash:
-            self.cut(slot, 0)
+        if held.hash_at(state.start) != state.start_hash:
+            if slot is not None:
+                self.cut(slot, 0)
             raise TaskError.out_of_step(0, f"start_hash does not match the {state.start} tokens held")
+        slot = slot or self._claim(state.session)
         shared = min(slot.tokens.common_length(state.start, sent), state.base_length - 1)
         missing = (
             slot.tokens.since(shared)[: max(state.start - shared, 0)] + sent[max(shared - state.start, 0) :]
