@@ -1,4 +1,4 @@
-"""A whole pipeline in one event loop for tests: real gRPC servers on loopback, real coordinator, any models."""
+"""A whole pipeline in one event loop for tests: real gRPC servers, real coordinator, any models."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -72,14 +72,16 @@ async def pipeline(
         )
 
 
-async def generate(stub: Any, prompt: list[int] | None = None, **fields: Any) -> Generated:
+async def generate(
+    stub: Any, prompt: list[int] | None = None, *, timeout_seconds: float = 120.0, **fields: Any
+) -> Generated:
     """One call, to its end. `prompt` are token ids; other fields go into the GenerateRequest."""
     if prompt is not None:
         fields["token_ids"] = TokenIds(ids=prompt)
     started, usage = Started(), Usage()
     choices: list[list[Token]] = [[] for _ in range(fields.get("n", 1))]
     finished: dict[int, Finished] = {}
-    async for reply in stub.Generate(GenerateRequest(**fields), timeout=120):
+    async for reply in stub.Generate(GenerateRequest(**fields), timeout=timeout_seconds):
         event = reply.WhichOneof("event")
         if event == "started":
             started = reply.started

@@ -1,0 +1,26 @@
+"""Questions for tests that need real text: Spec-Bench's where a copy lies at hand, else the project's own.
+
+A copy is a file in Spec-Bench's format (one JSON object a line: category, turns) at OUTRIDER_SPEC_BENCH, or
+at shared/data/spec_bench.jsonl beside the project's folder.
+"""
+
+import json
+import os
+from itertools import chain, zip_longest
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_BESIDE = _FOLDER.parents[1] / "shared" / "data" / "spec_bench.jsonl"
+
+
+def first_questions(count: int) -> list[str]:
+    """The first turns of at most `count` questions, taken from every category in turn."""
+    file = Path(os.environ.get("OUTRIDER_SPEC_BENCH", _BESIDE))
+    if not file.is_file():
+        file = _FOLDER / "prompts.jsonl"
+    by_category: dict[str, list[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        question = json.loads(line)
+        by_category.setdefault(question["category"], []).append(question["turns"][0])
+    in_turn = chain.from_iterable(zip_longest(*by_category.values()))
+    return [question for question in in_turn if question is not None][:count]
