@@ -85,11 +85,6 @@ def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) ->
         raise TaskError.invalid("prompt", "is missing; give text, token_ids or chat")
     if kind == "token_ids":
         prompt = list(request.token_ids.ids)
-        for token in prompt:
-            if token >= limits.vocab_size:
-                raise TaskError.invalid(
-                    "token_ids.ids", f"has token id {token}; ids lie below {limits.vocab_size}"
-                )
     elif text is None:
         raise TaskError.invalid(kind, "needs a tokenizer, which this deployment lacks; give token_ids")
     else:
@@ -105,6 +100,10 @@ def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) ->
         raise TaskError.invalid(
             kind, f"has {len(prompt)} tokens; 1 to {limits.max_length - 1} leave room for an answer"
         )
+    for token in prompt:  # a tokenizer, too, may know more ids than the model
+        if token >= limits.vocab_size:
+            field = "token_ids.ids" if kind == "token_ids" else kind
+            raise TaskError.invalid(field, f"has token id {token}; ids lie below {limits.vocab_size}")
     return prompt
 
 
