@@ -45,6 +45,8 @@ class Seat:
     def state(self, session: "Session", epoch: int, timeout_seconds: float) -> SessionState:
         """Where the session stands, with the tokens that a worker in this life may lack."""
         start = self.length if self.epoch == epoch else 0
+        if not 0 <= start <= len(session.tokens):  # a faulty worker says anything
+            start = 0
         return SessionState(
             session=session.id,
             epoch=epoch,
@@ -92,9 +94,10 @@ class Session:
     def commit(
         self, drafts: Sequence[int], num_q_bytes: int, verdict: VerifyResult
     ) -> list[tuple[int, "Origin"]]:
-        """Append what the round decided, up to an end token; returns it with each token's origin."""
+        """Append what the round decided, up to an end token or max_tokens; returns it with its origins."""
         block = [(token, ORIGIN_ACCEPTED) for token in drafts[: verdict.num_accepted]]
         block.append((verdict.token, _origin_of_last(len(drafts), verdict.num_accepted)))
+        block = block[: self.num_remaining]
         for i, (token, _) in enumerate(block):
             if token in self.end_token_ids:
                 block = block[: i + 1]
