@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
+RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", int(LONGEST_PAUSE_SECONDS * 500)),
+]
 
 
 class WorkerClient:
@@ -60,7 +64,8 @@ class WorkerClient:
 
     async def start(self) -> WorkerInfo:
         """Connect and keep connected. Raises TaskError when the first handshake fails."""
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *RECONNECT_OPTIONS]
+        self._channel = grpc.aio.insecure_channel(self.address, options=options)
         stub: Any  # the generated stubs give their calls no types
         if self.role == "draft":
             stub = worker_pb2_grpc.DraftStub(self._channel)
@@ -74,6 +79,7 @@ class WorkerClient:
         except TaskError:
             await self._channel.close()
             raise
+        self._model = _model_of(info)
         self._adopt(info)
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"{self.role} client")
         return info
@@ -141,17 +147,29 @@ class WorkerClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             with contextlib.suppress(TaskError):
-                return await self._shake_hands()
+                info = await self._shake_hands()
+                if _model_of(info) == self._model:
+                    return info
+                logger.error("at %s there is another %s model now: %s", self.address, self.role, info.model)
 
     async def _shake_hands(self) -> WorkerInfo:
         request = HandshakeRequest(protocol_version=PROTOCOL_VERSION, coordinator=self._coordinator)
         try:
-            info: WorkerInfo = await self._handshake(request, timeout=HANDSHAKE_SECONDS)
+            info: WorkerInfo | None = await self._handshake(request, timeout=HANDSHAKE_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise TaskError(
                 error.code(),
                 f"the {self.role} worker at {self.address} refused the handshake: {error.details()}",
             ) from None
+        if info is None:  # so grpc.aio says that it does not parse
+            raise TaskError.data_loss(
+                f"what the {self.role} worker at {self.address} says of itself is damaged"
+            )
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise TaskError.mismatch(
+                f"the {self.role} worker at {self.address} speaks protocol version {info.protocol_version}, "
+                f"this coordinator {PROTOCOL_VERSION}"
+            )
         return info
 
     async def _run_stream(self) -> None:
@@ -163,6 +181,8 @@ class WorkerClient:
             reason = "the worker closed the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except TaskError as error:
+            reason = error.message
         finally:
             writer.cancel()
             call.cancel()
@@ -182,8 +202,10 @@ class WorkerClient:
                 await call.write(batch)
 
     async def _read(self, call: Any) -> None:
-        batches: AsyncIterator[ReplyBatch] = aiter(call)
+        batches: AsyncIterator[ReplyBatch | None] = aiter(call)
         async for batch in batches:
+            if batch is None:  # so grpc.aio says that it does not parse
+                raise TaskError.data_loss("a message does not parse")
             if batch.generation != self._generation:
                 self.num_stale_replies += len(batch.replies)
                 continue
@@ -205,6 +227,15 @@ class WorkerClient:
             if not future.done():
                 error = TaskError.unavailable(f"lost the {self.role} worker at {self.address}: {reason}")
                 future.set_exception(error)
+
+
+def _model_of(info: WorkerInfo) -> WorkerInfo:
+    """What a worker must have in common with its earlier lives: all but the life and its capacity."""
+    model = WorkerInfo()
+    model.CopyFrom(info)
+    for name in ("epoch", "num_slots", "task_credits", "byte_credits"):
+        model.ClearField(name)
+    return model
 
 
 class _Credits:
