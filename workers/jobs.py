@@ -36,6 +36,7 @@ from workers.slots import Slot, SlotTable, check_ids
 from workers.verification import Rule, Uniforms, UnusableTarget, verify
 
 MAX_DRAFT_TOKENS = 64
+MAX_KEY_BYTES = 64  # of the hash behind `uniform`
 
 
 class Job(ABC):
@@ -68,6 +69,7 @@ class DraftJob(Job):
             raise TaskError.invalid(
                 "num_draft_tokens", f"is {task.num_draft_tokens}; the limit is {MAX_DRAFT_TOKENS}"
             )
+        _check_key(task.draft_key)
         self._make_row = _row_maker(task, model.output_ids)
         self._settings = settings_of(task.sampling)
         self._task = task
@@ -113,6 +115,7 @@ class VerifyJob(Job):
         check_ids(self._tokens, "proposal.tokens", model.vocab_size)
         if task.digest != digest(task.proposal):
             raise TaskError.invalid("digest", "is not that of the proposal")
+        _check_key(task.draft_key)
         self._rows, self._num_unusable = read_rows(task.proposal.rows, self._tokens, model.vocab_size)
         self._rule = _rule_of(task)
         self._settings = settings_of(task.sampling)
@@ -173,6 +176,11 @@ def settings_of(message: Sampling) -> SamplingSettings:
     except ValueError as error:
         field, _, problem = str(error).partition(" ")
         raise TaskError.invalid(f"sampling.{field}", problem) from None
+
+
+def _check_key(draft_key: bytes) -> None:
+    if len(draft_key) > MAX_KEY_BYTES:
+        raise TaskError.invalid("draft_key", f"is {len(draft_key)} bytes long; the limit is {MAX_KEY_BYTES}")
 
 
 def _rule_of(task: VerifyTask) -> Rule:
