@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from coordinator.text import Text, TextError
+from coordinator.text import Text
+from coordinator.text_error import TextError
 from protos.inference_pb2 import GenerateRequest
 from protos.status import TaskError
 from protos.worker_pb2 import Sampling
@@ -24,6 +25,9 @@ UNSUPPORTED = (
     "logit_bias",
     "logprobs",
 )
+
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_QUOTED_CHARACTERS = 250  # errors travel in trailers, of which gRPC takes 8 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ def read_request(request: GenerateRequest, text: Text | None, limits: Limits) ->
     for name in UNSUPPORTED:
         if name in {field.name for field, _ in request.ListFields()}:
             raise TaskError.invalid(name, "is not supported here; leave it out")
+    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise TaskError.invalid(
+            "request_id",
+            f"has {len(request.request_id)} characters; the limit is {MAX_REQUEST_ID_CHARACTERS}",
+        )
     prompt = _read_prompt(request, text, limits)
     max_tokens = _integer(request, "max_tokens", limits.default_max_tokens, 1, limits.max_length)
     return Order(
@@ -95,6 +104,10 @@ def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) ->
                 prompt = text.encode_chat([(m.role, m.content) for m in request.chat.messages])
         except TextError as error:
             field, _, problem = str(error).partition(": ")
+            if len(problem) > MAX_QUOTED_CHARACTERS:
+                problem = (
+                    f"{problem[: MAX_QUOTED_CHARACTERS // 2]} ... {problem[-MAX_QUOTED_CHARACTERS // 2 :]}"
+                )
             raise TaskError.invalid(field, problem) from None
     if not 1 <= len(prompt) < limits.max_length:
         raise TaskError.invalid(

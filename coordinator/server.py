@@ -113,7 +113,9 @@ class CoordinatorServer:
         )
         folder = config.tokenizer_folder
         admission = Admission(target.num_slots, config.max_waiting_sessions)
-        num_draft_tokens = config.num_draft_tokens if draft is not None else 0
+        num_draft_tokens = min(config.num_draft_tokens, config.max_num_draft_tokens)
+        if draft is None:
+            num_draft_tokens = 0
         return InferenceService(
             coordinator=self._id,
             drafter=drafter,

@@ -19,7 +19,8 @@ from coordinator.decoding import decode
 from coordinator.drafting import Drafter
 from coordinator.requests import Limits, Order, read_request
 from coordinator.sessions import Session, Tally
-from coordinator.text import Text, TextStream
+from coordinator.text import Text
+from coordinator.text_stream import TextStream
 from coordinator.verifying import Verifier
 from protos.inference_pb2 import (
     FINISH_REASON_ABORT,
@@ -108,6 +109,8 @@ class InferenceService(InferenceServicer):
         running = self._running.get(request.request_id)
         if running is None:
             return AbortReply(aborted=False)
+        for task in running.tasks:  # now: the stream may be held up by a client that does not read
+            task.cancel()
         running.events.put_nowait(_Aborted())
         return AbortReply(aborted=True)
 

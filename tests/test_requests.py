@@ -9,8 +9,9 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from coordinator.chat_template import ChatTemplate
 from coordinator.requests import UNSUPPORTED, Limits, Order, read_request
-from coordinator.text import ChatTemplate, Text
+from coordinator.text import Text
 from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
 from protos.status import TaskError
 
@@ -148,6 +149,14 @@ def test_what_lies_outside_its_range_is_refused_with_field_value_and_limit(
     assert blamed == field
     assert str(value) in words
     assert limit in words
+
+
+def test_a_request_id_has_a_limit() -> None:
+    assert read(request_id="ü" * 128).request_id == "ü" * 128
+    blamed, words = refused(GenerateRequest(token_ids=PROMPT, request_id="x" * 129))
+    assert blamed == "request_id"
+    assert "129" in words
+    assert "128" in words
 
 
 # ---- what is not supported

@@ -22,8 +22,12 @@ from tokenizers import (
     trainers,
 )
 
+import coordinator.chat_template
 import coordinator.text
-from coordinator.text import ChatTemplate, Text, TextError
+import coordinator.text_stream
+from coordinator.chat_template import ChatTemplate
+from coordinator.text import Text
+from coordinator.text_error import TextError
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
@@ -348,7 +352,7 @@ def test_an_empty_conversation_is_refused(tmp_path: Path) -> None:
     ids=["silent loops", "filtered loop", "doubling macro", "endless output", "long range", "deep macro"],
 )
 def test_a_runaway_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator.text, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator.chat_template, "RENDER_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(TextError, match="messages: the chat template failed: "):
         ChatTemplate(source, {}).render([("user", "x" * 100)])
@@ -371,7 +375,7 @@ def test_a_template_reaches_nothing_outside_itself(source: str) -> None:
 
 
 def test_template_errors_name_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator.text, "MAX_RENDERED_CHARACTERS", 99)
+    monkeypatch.setattr(coordinator.chat_template, "MAX_RENDERED_CHARACTERS", 99)
     with pytest.raises(TextError, match="its output is longer than 99 characters"):
         ChatTemplate("{{ messages[0].content }}", {}).render([("user", "x" * 100)])
 
@@ -408,7 +412,7 @@ def test_a_stream_gives_back_encoded_text_and_its_beginnings(name: str, tmp_path
 
 
 def test_a_character_is_pushed_by_its_last_byte(tmp_path: Path) -> None:
-    letters = coordinator.text._BYTE_OF_CHARACTER
+    letters = coordinator.text_stream._BYTE_OF_CHARACTER
     assert set(letters) == set(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))  # an id is its byte
     tokenizer.decoder = decoders.ByteLevel()
