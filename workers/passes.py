@@ -134,6 +134,7 @@ class PassLoop:
             self._finish(work, _error(TaskError.stale("the session was released")), answered)
         for work in arrived:
             self._start(work, answered)
+        self._slots.expire()  # also where it is never idle
         for work in [w for w in self._at_work if isinstance(w.task, VerifyTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
         plan = self._plan()
@@ -176,6 +177,8 @@ class PassLoop:
         started_ns = time.monotonic_ns()
         try:
             all_logits = self._model.forward([feed for _, _, feed in plan])
+            if len(all_logits) != len(plan):
+                raise ValueError(f"the model answered {len(all_logits)} of {len(plan)} feeds")
         except Exception:
             fault = _error(_fault("a pass failed"))
             for work, _, _ in plan:

@@ -5,6 +5,8 @@ Knows streams, credits and replies; what a task computes is its job's business, 
 
 import asyncio
 import contextlib
+import copy
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protos import worker_pb2, worker_pb2_grpc
 from protos.status import TaskError
-from protos.wire import MAX_MESSAGE_BYTES, MessageType, PROTOCOL_VERSION, SERVER_OPTIONS, seal, unseal
+from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType, seal, unseal
 from protos.worker_pb2 import (
     DraftTask,
     HandshakeRequest,
@@ -33,6 +35,10 @@ from workers.jobs import DraftJob, Job, VerifyJob
 from workers.language_model import LanguageModel
 from workers.passes import PassLoop, Work
 from workers.slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 2  # whole rows of many sessions pass the cap, which ends the stream
 
 Role = Literal["draft", "target"]
 
@@ -119,6 +125,7 @@ class WorkerServer:
         port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
         await self._server.start()
         self._running = asyncio.create_task(self._passes.run(), name=f"{self._role} passes")
+        self._running.add_done_callback(self._passes_ended)
         await self._report(health_pb2.HealthCheckResponse.SERVING)
         return f"{self._config.host}:{port}"
 
@@ -131,6 +138,14 @@ class WorkerServer:
         await self._server.stop(grace=0.1)
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
+
+    def _passes_ended(self, running: asyncio.Task[None]) -> None:
+        """Nobody would be answered any more: close, so that coordinators and health checks see it."""
+        if not running.cancelled():
+            logger.critical(
+                "the %s worker's loop has ended; it stops", self._role, exc_info=running.exception()
+            )
+            self._stopping = asyncio.create_task(self.stop(0.0))
 
     async def serve_stream(
         self, batches: AsyncIterator[TaskBatch], kind: MessageType[DraftTask | VerifyTask]
@@ -198,31 +213,38 @@ class _Stream:
             reply(TaskReply(error=error.to_status()))
 
     def _check_credits(self) -> None:
+        """A task larger than all credit may go alone."""
         for name, used, limit in (
             ("tasks", self._in_flight, self._config.task_credits),
             ("bytes", self._bytes_in_flight, self._config.byte_credits),
         ):
-            if used > limit:
+            if used > limit and self._in_flight > 1:
                 raise TaskError.exhausted(f"{used} {name} in flight; the stream's credit is {limit}", 0.1)
 
     async def next_replies(self) -> ReplyBatch | None:
-        """All replies that are ready; None when the stream is over and nothing is owed."""
+        """The replies that are ready and fit a message; None when the stream is over and nothing is owed."""
         while not self._replies:
-            if self._ended:
+            if self._ended and not self._in_flight:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        replies, self._replies = self._replies, []
-        return ReplyBatch(generation=self._generation, replies=replies)
+        batch = ReplyBatch(generation=self._generation)
+        size = 0
+        for reply in self._replies:
+            size += len(reply.body)
+            if batch.replies and size > MAX_BATCH_BYTES:
+                break
+            batch.replies.append(reply)
+        del self._replies[: len(batch.replies)]
+        return batch
 
 
 def _question(task: DraftTask | VerifyTask) -> bytes:
-    """What a round is asked: the proposal's digest, or all of a draft task but its session's state."""
-    if isinstance(task, VerifyTask):
-        return task.digest
-    question = DraftTask()
-    question.CopyFrom(task)
+    """What a round is asked: all of its task but where it stands and the drafts, which the digest names."""
+    question = copy.deepcopy(task)
     question.ClearField("state")
+    if isinstance(question, VerifyTask):
+        question.ClearField("proposal")
     return question.SerializeToString(deterministic=True)
 
 
