@@ -1,0 +1,163 @@
+"""The three processes of a deployment as Ray actors: a drafter, a target, a coordinator.
+
+Knows how such a process lives: its loop, its signals, its threads. Does not know where it is placed
+(`cluster.local_ray`), nor what it serves. Ray is not needed here: `ray.remote` wraps these classes elsewhere.
+
+The actors are plain ones, and the asyncio loop runs in a thread of its own: an async actor's constructor runs
+off the main thread, where no signal handler can be set. Whatever is heavy is imported in `start`, so that the
+coordinator never loads torch and Ray can make all three at once.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from protos.status import TaskError
+
+if TYPE_CHECKING:
+    from coordinator.server import CoordinatorConfig
+    from workers.server import WorkerConfig
+
+DRAIN_SECONDS = 10.0  # what SIGTERM leaves to the tasks at hand
+
+
+class WorkerSettings(BaseModel):
+    """Which model a worker loads, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str  # for people
+    folder: Path
+    num_slots: int = Field(ge=1)  # sequences held at once
+    max_length: int = Field(ge=1)  # positions of each
+    num_threads: int = Field(ge=1)  # torch's; Ray would leave one to an actor that reserves no core
+
+
+class _Server(Protocol):
+    async def start(self) -> str: ...
+
+    async def stop(self, grace_seconds: float) -> None: ...
+
+
+class _Life:
+    """One server in this process, on a loop in a thread of its own, until it is stopped or SIGTERM comes.
+
+    Stands apart from the actors because Ray takes a class with a single coroutine method for an async actor.
+    """
+
+    def __init__(self) -> None:
+        self._server: _Server | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="asyncio", daemon=True).start()
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def serve(self, build: Callable[[], _Server]) -> str:
+        """Start the server that `build` makes, and return its address: it serves by then."""
+
+        async def start() -> str:
+            server = build()  # here, as servers and channels belong to the loop that they are made in
+            address = await server.start()
+            self._server = server
+            return address
+
+        return asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+
+    def drain(self, grace_seconds: float) -> None:
+        """Stop the server, if there is one."""
+        asyncio.run_coroutine_threadsafe(self._drain(grace_seconds), self._loop).result()
+
+    async def _drain(self, grace_seconds: float) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_seconds)
+
+    def _on_sigterm(self, _signal: int, _frame: object) -> None:
+        """Drain and exit with 0. The next SIGTERM has its default meaning: the end, at once."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        asyncio.run_coroutine_threadsafe(self._drain_and_exit(), self._loop)
+
+    async def _drain_and_exit(self) -> None:
+        try:
+            await self._drain(DRAIN_SECONDS)
+        finally:
+            os._exit(0)  # from this thread nothing gentler ends a Ray process
+
+
+class _Actor:
+    """What the three have in common."""
+
+    def __init__(self) -> None:
+        """Take SIGTERM over from Ray. Must run on the main thread, as it does in an actor that is not
+        async.
+        """
+        self._life = _Life()
+
+    def pid(self) -> int:
+        """The process that this actor lives in."""
+        return os.getpid()
+
+    def stop(self, grace_seconds: float) -> None:
+        """Stop serving and let what is at hand finish, within the grace. `ray.kill` would run nothing."""
+        self._life.drain(grace_seconds)
+
+
+class _Worker(_Actor):
+    """A model behind a worker's server."""
+
+    _role: Literal["draft", "target"]
+
+    def start(self, settings: WorkerSettings, config: "WorkerConfig | None" = None) -> str:
+        """Load the model and serve it; returns the address. Raises ModelRefused when the model does not
+        fit.
+        """
+        # Drafter and target take turns, and torch's idle threads would spin for a while on cores that by then
+        # are the other's: 4 times slower where the cores are busy. Must be set before torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+        from workers.checkpoints import check
+        from workers.server import ModelIdentity, WorkerConfig, WorkerServer
+        from workers.transformers_model import TransformersModel
+
+        info = check(settings.folder, role=self._role)
+        model = TransformersModel.load(
+            settings.folder,
+            num_slots=settings.num_slots,
+            max_length=settings.max_length,
+            num_threads=settings.num_threads,
+        )
+        identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, "float32")
+        return self._life.serve(lambda: WorkerServer(self._role, model, identity, config or WorkerConfig()))
+
+
+class DrafterActor(_Worker):
+    """Proposes draft tokens."""
+
+    _role = "draft"
+
+
+class TargetActor(_Worker):
+    """Verifies proposals."""
+
+    _role = "target"
+
+
+class CoordinatorActor(_Actor):
+    """Owns the requests. Never loads torch."""
+
+    def start(self, config: "CoordinatorConfig") -> str:
+        """Connect to the workers and serve the public API; returns its address.
+
+        Raises RuntimeError when a worker cannot be reached or the workers do not fit.
+        """
+        from coordinator.server import CoordinatorServer
+
+        try:
+            return self._life.serve(lambda: CoordinatorServer(config))
+        except TaskError as error:  # has details that do not survive the way through Ray
+            raise RuntimeError(error.message) from None

@@ -1,0 +1,110 @@
+"""The command `outrider`: its options and exit codes.
+
+Knows what a person may type. What is then done stands elsewhere and is imported when it is asked for, so that
+help and a mistyped option are answered at once, and Ctrl-C is no error even while Python still loads.
+"""
+
+import signal
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from cluster.interrupts import Interrupted
+
+STARTUP_SECONDS = 300.0
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="Exit codes: 0 done; 1 failed; 2 an option or the prompt was refused; 130 ended by Ctrl-C."
+)
+def outrider(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding over a network."""
+
+
+@app.command("generate")
+def generate_command(
+    prompt: Annotated[str, typer.Argument(help="The text to continue or answer; '-' reads standard input.")],
+    target: Annotated[
+        str, typer.Option(help="The model whose words these are: 'demo', a folder or a hub id.")
+    ] = "demo",
+    draft: Annotated[
+        str, typer.Option(help="The model that proposes tokens, or 'none' for plain decoding.")
+    ] = "demo",
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a round (K); 0 is plain decoding.")] = 3,
+    # Not the model's own law, 1.0: at that, a small chat model wanders off within two sentences.
+    temperature: Annotated[float, typer.Option(help="0 is greedy; 1 is the model's own law.")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 keeps all.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest; 0 keeps all.")
+    ] = 0.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Repeats a run; a fresh one otherwise, and said."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put the prompt as a question to the model's chat template, or continue it as it is."
+            " By default: chat where there is a template.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text as it comes.")
+    ] = False,
+    startup_timeout: Annotated[
+        float, typer.Option(help="Seconds within which the deployment must serve.")
+    ] = STARTUP_SECONDS,
+) -> None:
+    """Generate one text on a private local deployment that ends with it.
+
+    Starts Ray, a drafter, a target and a coordinator on this machine, sends one request, shows which tokens
+    were drafted, and ends everything. The text goes to standard output, everything else to standard error.
+    """
+    try:
+        from cluster.generate_command import generate_text
+        from cluster.private_run import Wish
+
+        wish = Wish(
+            prompt=prompt,
+            target=target,
+            draft=draft,
+            num_draft_tokens=draft_tokens,
+            chat=chat,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+        )
+        code = generate_text(wish, startup_seconds=startup_timeout, as_json=as_json)
+    except KeyboardInterrupt as error:
+        typer.echo("Interrupted; nothing was left running.", err=True)
+        number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
+        raise typer.Exit(128 + number) from None
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

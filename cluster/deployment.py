@@ -1,0 +1,173 @@
+"""A private deployment from its owner's side: start it, follow it until it serves, leave nothing of it
+behind.
+
+Knows one child process (`cluster.local_ray`), its two pipes and its folder; no Ray. The child leads a
+session of its own, so Ctrl-C reaches the owner alone, and every process to be ended is a member of that
+session.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cluster.interrupts import interrupts
+from cluster.local_ray import STOP, Plan
+from cluster.processes import end_session
+
+STOP_SECONDS = 15.0
+END_SECONDS = 5.0  # for the child to end everything; then that is done for it
+_MAX_FOLDER_LENGTH = 40  # the path of a Unix socket has 107 bytes at most, and Ray adds 65 to this folder's
+
+Progress = Callable[[str], None]
+
+
+class DeploymentFailed(RuntimeError):
+    """The sentence says what failed."""
+
+
+@contextlib.contextmanager
+def private_deployment(plan: Plan, progress: Progress, *, startup_seconds: float) -> Iterator[str]:
+    """Run the plan on a Ray of its own and yield the address of its public API.
+
+    Raises DeploymentFailed when it does not serve within `startup_seconds`. Within the block SIGINT,
+    SIGTERM and SIGHUP raise Interrupted, once. However the block ends, no process and no file of the
+    deployment is left.
+    """
+    with interrupts() as signals:
+        child = _Child(_folder())
+        try:
+            try:
+                with signals.held():
+                    child.start()
+                yield child.run(plan, progress, startup_seconds)
+                child.stop()
+            finally:
+                signals.hold()
+                child.end()
+        finally:  # a signal may have struck just before `hold`; it was the last one to raise anything
+            child.end()
+
+
+class _Child:
+    """The process that owns Ray."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Make the folder and the process."""
+        self._folder.mkdir(mode=0o700)
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                # -P: a file in the current folder must not stand in for a module.
+                [sys.executable, "-P", "-m", "cluster.local_ray"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._folder,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    def run(self, plan: Plan, progress: Progress, seconds: float) -> str:
+        """Send the plan and follow the reports until the deployment serves."""
+        deadline = time.monotonic() + seconds
+        stage = "Starting Python"
+        with contextlib.suppress(BrokenPipeError):  # its end shows below
+            self._send(plan.model_dump_json())
+        for line in self._lines(deadline):
+            report = json.loads(line)
+            if "failed" in report:
+                raise DeploymentFailed(report["failed"])
+            if "ready" in report:
+                return str(report["ready"])
+            stage = report["stage"]
+            progress(stage)
+        if time.monotonic() >= deadline:
+            raise DeploymentFailed(
+                f"The deployment did not serve within {seconds:g} s (--startup-timeout); last step: {stage}."
+            )
+        raise DeploymentFailed(f"The process that owns Ray ended in the step '{stage}': {self._last_words()}")
+
+    def stop(self) -> None:
+        """Let the actors drain and the child end everything."""
+        with contextlib.suppress(BrokenPipeError):
+            self._send(STOP)
+        for _ in self._lines(time.monotonic() + STOP_SECONDS):
+            pass
+
+    def end(self) -> None:
+        """End what is left, at once, and remove the folder. May be called again."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # a plan that was never read
+                self._process.stdin.close()  # tells the child to end all of it, and to collect the dead
+            for _ in self._lines(time.monotonic() + END_SECONDS):
+                pass
+            survivors = end_session(self._process.pid)
+            self._process.stdout.close()
+            if survivors:
+                raise DeploymentFailed(f"Processes {survivors} of the private Ray cannot be ended.")
+            self._process.wait()
+            self._process = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _lines(self, deadline: float) -> Iterator[bytes]:
+        """What the child reports, until it ends or the deadline comes."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        begun = b""
+        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            data = os.read(pipe, 1 << 16)
+            if not data:
+                return
+            *lines, begun = (begun + data).split(b"\n")
+            yield from lines
+
+    def _last_words(self) -> str:
+        words = (self._folder / "log").read_text(errors="replace").strip().splitlines()
+        return words[-1] if words else "it left no message."
+
+
+def _folder() -> Path:
+    """A new name where Ray keeps its sockets and logs; short, since a socket's path must be."""
+    name = f"outrider-{secrets.token_hex(4)}"
+    folder = Path(tempfile.gettempdir(), name)
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp", name)
+
+
+def _environment() -> dict[str, str]:
+    """The child's: ours without anything that would lead its Ray to another cluster, and with a token.
+
+    Whoever reaches a Ray can run code in it, and other users of this machine reach its loopback. The token
+    stands in the environment, which only this user can read, and nowhere in a file.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return inherited | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray replaces the loopback's address by one that other machines reach, and binds all interfaces,
+        # unless this says that it is to be a cluster of one. Despite its name it works on Linux too.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "HF_HUB_OFFLINE": "1",  # the folders are complete
+        "no_grpc_proxy": "127.0.0.1",
+    }

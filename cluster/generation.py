@@ -1,0 +1,130 @@
+"""One request to the public API, and what came of it.
+
+Knows the public messages and the clock on this side of the wire. Prints nothing.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from protos import inference_pb2_grpc
+from protos.inference_pb2 import FinishReason, GenerateReply, GenerateRequest, Origin, Token, Usage
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),
+]
+
+Show = Callable[[list[Token]], None]
+
+
+class GenerationFailed(RuntimeError):
+    """The service ended the request; `refused` when the request itself was at fault."""
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        """`message` is a sentence."""
+        super().__init__(message)
+        self.refused = refused
+
+
+@dataclass(slots=True)
+class Generation:
+    """What one request with one choice returned, and how long that took."""
+
+    tokens: list[Token] = field(default_factory=list)
+    tail: str = ""  # text behind the last token: what an incomplete character left
+    finish_reason: str = ""
+    seed: int = 0
+    usage: Usage = field(default_factory=Usage)
+    first_token_seconds: float | None = None  # from sending the request to the first token's arrival
+    seconds: float | None = None  # and to the last one's; None without tokens
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(token.text for token in self.tokens) + self.tail
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens over the time from the request to the last of them, the prompt's pass included."""
+        return len(self.tokens) / self.seconds if self.seconds else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything by name; what does not exist (a rate of nothing) is left out."""
+        known: dict[str, Any] = {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "first_token_seconds": self.first_token_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "usage": usage_as_json(self.usage),
+            "tokens": [
+                {"id": token.id, "text": token.text, "origin": origin_name(token)} for token in self.tokens
+            ],
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def origin_name(token: Token) -> str:
+    """accepted, recovered, bonus or plain."""
+    return Origin.Name(token.origin).removeprefix("ORIGIN_").lower()
+
+
+def usage_as_json(usage: Usage) -> dict[str, Any]:
+    """The message's fields; the two rates only where something was drafted."""
+    optional = {
+        name: getattr(usage, name)
+        for name in ("acceptance_rate", "mean_acceptance_length")
+        if usage.HasField(name)
+    }
+    return {
+        "num_prompt_tokens": usage.num_prompt_tokens,
+        "num_completion_tokens": usage.num_completion_tokens,
+        "num_rounds": usage.num_rounds,
+        "num_drafts": usage.num_drafts,
+        "num_draft_tokens": usage.num_draft_tokens,
+        "num_accepted_tokens": usage.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": list(usage.num_accepted_tokens_per_pos),
+        "num_q_bytes": usage.num_q_bytes,
+        "num_fallbacks": usage.num_fallbacks,
+        **optional,
+    }
+
+
+def generate(address: str, request: GenerateRequest, show: Show) -> Generation:
+    """Run a request with one choice; `show` gets its tokens as they arrive. Raises GenerationFailed."""
+    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        try:
+            return collect(inference_pb2_grpc.InferenceStub(channel).Generate(request), show, time.monotonic)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            refused = code == grpc.StatusCode.INVALID_ARGUMENT
+            raise GenerationFailed(f"{code.name}: {details}", refused=refused) from error
+
+
+def collect(replies: Iterable[GenerateReply], show: Show, clock: Callable[[], float]) -> Generation:
+    """Gather the replies of a request that is sent when their iteration begins."""
+    generation = Generation()
+    begun = clock()
+    for reply in replies:
+        match reply.WhichOneof("event"):
+            case "started":
+                generation.seed = reply.started.seed
+            case "tokens":
+                generation.seconds = clock() - begun
+                if generation.first_token_seconds is None:
+                    generation.first_token_seconds = generation.seconds
+                generation.tokens += reply.tokens.tokens
+                show(list(reply.tokens.tokens))
+            case "finished":
+                reason = FinishReason.Name(reply.finished.reason)
+                generation.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
+                generation.tail = reply.finished.text
+            case "usage":
+                generation.usage = reply.usage
+    return generation

@@ -1,0 +1,175 @@
+"""From the names of models and a request to a plan that fits: models found, checked as a pair, and weighed.
+
+Knows checkpoints, the request's rules and memory. Starts nothing and loads no weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.actors import WorkerSettings
+from cluster.local_ray import Plan
+from cluster.machine import available_memory, usable_cores
+from cluster.memory import estimate, model_memory
+from coordinator.requests import Limits, read_request
+from coordinator.text import Text
+from coordinator.text_error import TextError
+from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+from protos.status import TaskError
+from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
+
+NO_DRAFT = "none"
+MAX_DRAFT_TOKENS = 64
+_NO_LIMIT = 2**31 - 1
+_INTEGERS = {  # looked at here, since a message holds no others
+    "num_draft_tokens": (0, MAX_DRAFT_TOKENS),
+    "top_k": (0, _NO_LIMIT),
+    "seed": (0, 2**64 - 1),
+    "max_tokens": (1, _NO_LIMIT),
+}
+
+Say = Callable[[str], None]
+
+
+class Refused(ValueError):
+    """The sentence names what was refused: the field, its value and the limit, or the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to run, as a person says it."""
+
+    prompt: str
+    target: str
+    draft: str  # a model, or NO_DRAFT
+    num_draft_tokens: int
+    chat: bool | None  # None: where the target has a chat template
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None  # None: a fresh one
+    max_tokens: int
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter is wanted."""
+        return self.draft != NO_DRAFT and self.num_draft_tokens > 0
+
+    def options(self) -> GenerateRequest:
+        """The request without its prompt."""
+        return GenerateRequest(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            num_draft_tokens=self.num_draft_tokens if self.drafts else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateRun:
+    """What to start, and the request to send to it."""
+
+    plan: Plan
+    request: GenerateRequest
+    memory: str  # a sentence
+
+
+def check_options(wish: Wish) -> None:
+    """Refuse what can be refused without knowing the models."""
+    for name, (lowest, highest) in _INTEGERS.items():
+        value = getattr(wish, name)
+        if value is not None and not lowest <= value <= highest:
+            raise Refused(f"{name} is {value}; it must lie in {lowest}..{highest}")
+    request = wish.options()
+    request.token_ids.CopyFrom(TokenIds(ids=[0]))
+    _read(request, None, vocab_size=1, max_length=_NO_LIMIT)
+    if not wish.prompt.strip():
+        raise Refused("prompt is empty; give some text, or '-' and text on standard input")
+    try:
+        wish.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise Refused(f"prompt is not UTF-8 at character {error.start}") from None
+
+
+def prepare(wish: Wish, say: Say) -> PrivateRun:
+    """Find the models, fetching them where need be, and plan their deployment.
+
+    Raises Refused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
+    """
+    say(f"Finding the target {wish.target}")
+    target = check(resolve(wish.target, role="target", progress=say), role="target")
+    draft = None
+    if wish.drafts:
+        say(f"Finding the draft {wish.draft}")
+        draft = check(resolve(wish.draft, role="draft", progress=say), role="draft")
+        check_pair(target, draft)
+    request, length = _request(wish, target)
+    # The slots end where this request must; the round that goes beyond it is part of the length.
+    length += wish.max_tokens + wish.num_draft_tokens + 1
+    plan = Plan(
+        target=_settings(wish.target, target, length),
+        draft=None if draft is None else _settings(wish.draft, draft, length),
+        num_draft_tokens=wish.num_draft_tokens if wish.drafts else 0,
+    )
+    return PrivateRun(plan, request, _weigh(plan, target, draft))
+
+
+def _request(wish: Wish, target: CheckpointInfo) -> tuple[GenerateRequest, int]:
+    """The whole request, checked as the service will check it, and its prompt's length in tokens."""
+    try:
+        text = Text.load(target.folder)
+    except TextError as error:
+        raise Refused(str(error)) from error
+    if wish.chat and not text.has_chat_template:
+        raise Refused(f"chat is True, but {wish.target} has no chat template; use --no-chat")
+    request = wish.options()
+    if text.has_chat_template if wish.chat is None else wish.chat:
+        request.chat.CopyFrom(Chat(messages=[ChatMessage(role="user", content=wish.prompt)]))
+    else:
+        request.text = wish.prompt
+    length = _read(request, text, vocab_size=target.vocab_size, max_length=target.context_length)
+    return request, length
+
+
+def _read(request: GenerateRequest, text: Text | None, *, vocab_size: int, max_length: int) -> int:
+    """The number of the prompt's tokens; raises Refused by the service's own rules."""
+    limits = Limits(
+        vocab_size=vocab_size,
+        max_length=max_length,
+        max_choices=1,
+        max_num_draft_tokens=MAX_DRAFT_TOKENS,
+        default_max_tokens=1,
+        default_num_draft_tokens=0,
+    )
+    try:
+        return len(read_request(request, text, limits).prompt)
+    except TaskError as error:
+        raise Refused(error.message) from error
+
+
+def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
+    # A private run has one session, whose draft and verification take turns: each may use all the cores.
+    return WorkerSettings(
+        name=name,
+        folder=info.folder,
+        num_slots=1,
+        max_length=min(info.context_length, length),
+        num_threads=usable_cores(),
+    )
+
+
+def _weigh(plan: Plan, target: CheckpointInfo, draft: CheckpointInfo | None) -> str:
+    models = [("target", target, plan.target), ("draft", draft, plan.draft)]
+    total = estimate(
+        [
+            model_memory(role, info, num_slots=settings.num_slots, max_length=settings.max_length)
+            for role, info, settings in models
+            if info is not None and settings is not None
+        ]
+    )
+    available = available_memory()
+    total.require(available)
+    return total.sentence(available)
