@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from coordinator.draft_length import draft_length
 from coordinator.drafting import Drafter
 from coordinator.sessions import Session
-from coordinator.verifying import Verifier
+from coordinator.verifying import UnreadableProposal, Verifier
 from protos.inference_pb2 import Origin
 from protos.wire import unpack_tokens
 from protos.worker_pb2 import Proposal
@@ -26,11 +26,16 @@ async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, 
         while session.finish_reason is None:
             session.round += 1
             proposal = await _propose(session, drafter)
-            verdict = await verifier.verify(session, proposal)
+            try:
+                verdict = await verifier.verify(session, proposal)
+            except UnreadableProposal as fault:
+                assert drafter is not None, "somebody made the proposal"
+                drafter.blame(session, str(fault))
+                continue
             drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
             emit(session.commit(drafts, len(proposal.rows), verdict))
             if drafter is not None and verdict.num_redraw_mismatches:
-                drafter.blame(session, verdict.num_redraw_mismatches)
+                drafter.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
     finally:
         verifier.forget(session)
         if drafter is not None:

@@ -38,19 +38,13 @@ class Drafter:
     """The drafter of a deployment, seen from its sessions."""
 
     def __init__(self, client: WorkerClient, settings: DraftSettings) -> None:
-        """Ask `client` as `settings` say."""
+        """Ask `client`, which has started, as `settings` say."""
+        self.max_length = client.info.max_length  # positions that the drafter holds of a session
         self._client = client
         self._settings = settings
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
         self._num_failures = 0
-
-    @property
-    def max_length(self) -> int:
-        """Positions that the drafter holds of a session; 0 while it is not connected."""
-        with contextlib.suppress(TaskError):
-            return self._client.info.max_length
-        return 0
 
     async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
         """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
@@ -64,9 +58,9 @@ class Drafter:
             session.tally.num_fallbacks += 1
             return Proposal()
 
-    def blame(self, session: Session, num_mismatches: int) -> None:
-        """The target drew this session's tokens again and got others: leave the drafter alone for a while."""
-        logger.error("%d tokens of session %s are not those of their rows", num_mismatches, session.id)
+    def blame(self, session: Session, fault: str) -> None:
+        """The target found the drafter at fault: leave it alone for a while."""
+        logger.error("the drafter is at fault in session %s: %s", session.id, fault)
         self._not_before = time.monotonic() + FAULT_PAUSE_SECONDS
 
     def forget(self, session: Session) -> None:
@@ -119,6 +113,8 @@ class Drafter:
         except TaskError as error:
             seat.epoch, seat.length = epoch, error.worker_length or 0
             raise
+        if not reply.HasField("draft"):
+            raise TaskError.data_loss(f"the drafter's answer is {reply.WhichOneof('outcome')}, not a draft")
         proposal = reply.draft.proposal
         tokens = unpack_tokens(proposal.tokens, "proposal.tokens")
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
@@ -129,7 +125,9 @@ class Drafter:
 
     def _failed(self, error: TaskError) -> None:
         """Wait longer after each failure in a row, so that a broken drafter costs little."""
+        if time.monotonic() < self._not_before:
+            return  # sessions that fail together are one failure
         self._num_failures += 1
-        pause = min(0.1 * 2**self._num_failures, FAULT_PAUSE_SECONDS)
+        pause = min(0.1 * 2.0 ** min(self._num_failures, 10), FAULT_PAUSE_SECONDS)
         self._not_before = time.monotonic() + pause
         logger.warning("the drafter failed, asked again in %.1f s: %s", pause, error.message)

@@ -34,7 +34,14 @@ class VerifySettings:
 
     rule: "Rule"
     timeout_seconds: float  # of one attempt
-    patience_seconds: float  # of all attempts of a round
+    patience_seconds: float  # of a round, from when its target was lost
+
+
+class UnreadableProposal(Exception):
+    """The target cannot read a proposal, so nobody has judged it and no coin was looked at.
+
+    Its drafter is at fault. Going on without it assumes, as with a loss, that the fault hangs on no token.
+    """
 
 
 class Verifier:
@@ -48,7 +55,8 @@ class Verifier:
     async def verify(self, session: Session, proposal: Proposal) -> VerifyResult:
         """The verdict on a proposal, which may be empty.
 
-        Raises TaskError when the target refuses for good or stays away longer than the patience.
+        Raises UnreadableProposal, or TaskError when the target refuses for good (what it said) or stays away
+        longer than the patience (UNAVAILABLE).
         """
         task = VerifyTask(
             proposal=proposal,
@@ -59,16 +67,24 @@ class Verifier:
             choice=session.choice,
             rule=self._settings.rule,
         )
-        give_up = time.monotonic() + self._settings.patience_seconds
+        give_up: float | None = None
         pause = FIRST_PAUSE_SECONDS
         while True:
+            asked = time.monotonic()
             try:
                 return await self._ask(session, task)
             except TaskError as error:
                 if error.worker_length is not None:
                     continue  # send the tokens from there, at once
-                if error.code not in PASSING or time.monotonic() >= give_up:
+                if error.code is grpc.StatusCode.INVALID_ARGUMENT and proposal.ByteSize():
+                    raise UnreadableProposal(error.message) from None
+                if error.code not in PASSING:
                     raise
+                if give_up is None:
+                    is_silent = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+                    give_up = (asked if is_silent else time.monotonic()) + self._settings.patience_seconds
+                if time.monotonic() >= give_up:
+                    raise TaskError.unavailable(f"the target gives no verdict: {error.message}") from None
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -85,7 +101,7 @@ class Verifier:
             reply = await client.ask(task, timeout_seconds)
         except TaskError as error:
             if error.worker_length is not None:
-                if (seat.epoch, seat.length) == (info.epoch, error.worker_length):
+                if not 0 <= error.worker_length < task.state.start:  # so this ends
                     raise TaskError.internal("the target asks for tokens that it was sent") from None
                 seat.epoch, seat.length = info.epoch, error.worker_length
             raise
