@@ -28,9 +28,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(
-    epilog="Exit codes: 0 done; 1 failed; 2 an option or the prompt was refused; 130 ended by Ctrl-C."
-)
+EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 an option or the prompt was refused; 130 ended by Ctrl-C."
+
+
+@app.callback(epilog=EXIT_CODES)
 def outrider(
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version.")
@@ -39,7 +40,7 @@ def outrider(
     """Exact speculative decoding over a network."""
 
 
-@app.command("generate")
+@app.command("generate", epilog=EXIT_CODES)
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="The text to continue or answer; '-' reads standard input.")],
     target: Annotated[

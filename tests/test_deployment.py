@@ -95,17 +95,17 @@ def test_the_command_generates_and_leaves_nothing(pair: Pair) -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("sign", "seconds_after", "repeats"),
+    ("sign", "seconds_after", "number", "repeats"),
     [
-        ("Memory:", 0.1, 3),  # Python starts
-        ("Starting a private Ray", 0.0, 1),
-        ("Starting a private Ray", 2.0, 3),  # the middle of ray.init
-        ("Loading", 1.0, 1),
-        ("Reading the prompt", 0.0, 3),
+        ("Memory:", 0.1, signal.SIGINT, 3),  # Python starts
+        ("Starting a private Ray", 0.0, signal.SIGTERM, 1),
+        ("Starting a private Ray", 2.0, signal.SIGINT, 3),  # the middle of ray.init
+        ("Loading", 1.0, signal.SIGINT, 1),
+        ("Reading the prompt", 0.0, signal.SIGINT, 3),
     ],
 )
 def test_ctrl_c_leaves_nothing_at_any_moment(
-    pair: Pair, sign: str, seconds_after: float, repeats: int
+    pair: Pair, sign: str, seconds_after: float, number: signal.Signals, repeats: int
 ) -> None:
     run = subprocess.Popen(
         pair.command("--max-tokens", "110"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -119,11 +119,11 @@ def test_ctrl_c_leaves_nothing_at_any_moment(
     with contextlib.suppress(psutil.Error):
         folders = [Path(child.cwd()) for child in children]
     for _ in range(repeats):
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         time.sleep(0.05)
     errors = run.stderr.read()
     run.stderr.close()
-    assert run.wait(timeout=30) in (130, -signal.SIGINT), errors
+    assert run.wait(timeout=30) in (128 + number, -number), errors
     assert "Traceback" not in errors
     assert [session_members(child.pid) for child in children] == [[] for _ in children]
     assert not any(folder.exists() for folder in folders if folder != Path.cwd())
@@ -170,12 +170,15 @@ def test_a_start_that_takes_too_long_is_ended(pair: Pair) -> None:
 
 
 @pytest.mark.ray
-def test_it_listens_on_the_loopback_only_and_sigterm_drains_an_actor(pair: Pair) -> None:
+def test_only_its_owner_reaches_it_and_sigterm_drains_an_actor(pair: Pair) -> None:
     with private_deployment(pair.plan(), print, startup_seconds=120) as address:
         leader = _child_of(os.getpid()).pid
         members = [psutil.Process(pid) for pid in session_members(leader)]
         assert _listening_hosts(members) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-        [coordinator] = [process for process in members if "CoordinatorActor" in process.name()]
+        [ray_head] = [process for process in members if process.name() == "gcs_server"]
+        assert _answer_without_token(ray_head) == grpc.StatusCode.UNAUTHENTICATED
+        [coordinator] = [process for process in members if "Coordinato" in process.name()]
+        assert not any("torch" in mapped.path for mapped in coordinator.memory_maps())
         replies = _generate(address)
         next(replies)  # the request runs
         coordinator.send_signal(signal.SIGTERM)
@@ -189,6 +192,18 @@ def _generate(address: str) -> Iterator[GenerateReply]:
     with grpc.insecure_channel(address) as channel:
         request = GenerateRequest(text="Hello", max_tokens=100, ignore_end_tokens=True)
         yield from inference_pb2_grpc.InferenceStub(channel).Generate(request)
+
+
+def _answer_without_token(ray_head: psutil.Process) -> object:
+    [port] = {c.laddr.port for c in ray_head.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            "/ray.rpc.JobInfoGcsService/GetNextJobID"
+        )
+        try:
+            return call(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code()
 
 
 def _listening_hosts(processes: list[psutil.Process]) -> set[str]:
