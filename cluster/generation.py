@@ -19,6 +19,10 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+# Every wait has an end. Beyond these no model that is worth waiting for is still at work.
+_PROMPT_SECONDS = 600.0
+_SECONDS_A_TOKEN = 60.0
+
 Show = Callable[[list[Token]], None]
 
 
@@ -100,7 +104,9 @@ def generate(address: str, request: GenerateRequest, show: Show) -> Generation:
     """Run a request with one choice; `show` gets its tokens as they arrive. Raises GenerationFailed."""
     with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         try:
-            return collect(inference_pb2_grpc.InferenceStub(channel).Generate(request), show, time.monotonic)
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            timeout = _PROMPT_SECONDS + _SECONDS_A_TOKEN * request.max_tokens
+            return collect(stub.Generate(request, timeout=timeout), show, time.monotonic)
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             refused = code == grpc.StatusCode.INVALID_ARGUMENT

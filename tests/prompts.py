@@ -14,7 +14,7 @@ _BESIDE = _FOLDER.parents[1] / "shared" / "data" / "spec_bench.jsonl"
 
 
 def first_questions(count: int) -> list[str]:
-    """The first turns of at most `count` questions, taken from every category in turn."""
+    """The first turns of at most `count` questions, from every category in turn, its short ones first."""
     file = Path(os.environ.get("OUTRIDER_SPEC_BENCH", _BESIDE))
     if not file.is_file():
         file = _FOLDER / "prompts.jsonl"
@@ -22,5 +22,7 @@ def first_questions(count: int) -> list[str]:
     for line in file.read_text(encoding="utf-8").splitlines():
         question = json.loads(line)
         by_category.setdefault(question["category"], []).append(question["turns"][0])
+    for questions in by_category.values():
+        questions.sort(key=len)
     in_turn = chain.from_iterable(zip_longest(*by_category.values()))
     return [question for question in in_turn if question is not None][:count]
