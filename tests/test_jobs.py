@@ -38,6 +38,7 @@ from protos.worker_pb2 import (
 )
 from workers.counts import CountRow, one_hot, quantise, quantise_full
 from workers.jobs import MAX_DRAFT_TOKENS, DraftJob, Job, VerifyJob
+from workers.language_model import Feed, Logits
 from workers.passes import PassLoop, Work
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
@@ -169,6 +170,17 @@ def verify_task(
     return VerifyTask(state=where, proposal=proposal, **{**defaults, **fields})
 
 
+class StrictTable(TableModel):
+    """Holds the worker to what it may ask of a model; a lenient double would hide a wrong cut."""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
+        assert len({feed.slot for feed in feeds}) == len(feeds) > 0
+        for feed in feeds:
+            assert feed.start <= len(self._slots[feed.slot])
+            assert 0 <= feed.num_logits <= len(feed.tokens) > 0
+        return super().forward(feeds)
+
+
 class Bench:
     """A worker without its sockets: model, slots, jobs and passes."""
 
@@ -188,7 +200,7 @@ class Bench:
             self.fed.append(list(lengths))
             return 0.0
 
-        self.model = TableModel(
+        self.model = StrictTable(
             next_logits,
             V,
             num_slots=num_slots,

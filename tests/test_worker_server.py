@@ -41,6 +41,7 @@ from tests.test_jobs import (
     TARGET,
     Law,
     Prefix,
+    StrictTable,
     V,
     draft_task,
     drafts_of,
@@ -217,7 +218,7 @@ async def serving(
     gate: Gate | None = None,
     num_slots: int = 8,
     max_length: int = 512,
-    kind: type[TableModel] = TableModel,
+    kind: type[TableModel] = StrictTable,
     **config: Any,
 ) -> AsyncIterator[Worker]:
     gate = gate or Gate()
