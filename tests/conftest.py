@@ -1,8 +1,12 @@
 """Fixtures that more than one test file needs: the demo pair, from the real user's cache."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Threads that wait by spinning starve each other where cores are few and shared. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from workers.checkpoints import ModelUnreachable, Role, resolve
 

@@ -41,7 +41,7 @@ def plain_law(
     """The probability of every sequence of `length` tokens behind the prompt, under plain decoding."""
 
     def step(prefix: tuple[int, ...]) -> NDArray[np.float64]:
-        return probabilities(np.asarray(next_logits(prefix))[None], settings)[0]
+        return np.asarray(probabilities(np.asarray(next_logits(prefix))[None], settings)[0])
 
     law: Law = {}
     for sequence in itertools.product(range(vocab_size), repeat=length):
@@ -64,7 +64,7 @@ def assert_follows(samples: Sequence[tuple[int, ...]], law: Law, *, alpha: float
 def chi_square(counts: Counter[tuple[int, ...]], law: Law) -> float:
     """The p-value of observed counts; cells of fewer than 5 expected are pooled."""
     total = sum(counts.values())
-    cells = sorted(((total * mass, counts[sequence]) for sequence, mass in law.items() if mass > 0.0))
+    cells = sorted((total * mass, float(counts[sequence])) for sequence, mass in law.items() if mass > 0.0)
     expected, observed = [0.0], [0.0]
     for want, got in cells:
         if expected[-1] >= 5.0:
@@ -73,9 +73,7 @@ def chi_square(counts: Counter[tuple[int, ...]], law: Law) -> float:
         expected[-1] += want
         observed[-1] += got
     if len(expected) > 1 and expected[-1] < 5.0:
-        want, got = expected.pop(), observed.pop()
-        expected[-1] += want
-        observed[-1] += got
+        expected[-2:], observed[-2:] = [sum(expected[-2:])], [sum(observed[-2:])]
     if len(expected) == 1:
         return 1.0
     return float(stats.chisquare(observed, np.array(expected) * (total / sum(expected))).pvalue)

@@ -23,7 +23,7 @@ BATCH = 8
 @pytest.mark.timeout(600)
 async def test_greedy_text_equals_generate_up_to_near_ties(demo_target: Path, demo_draft: Path) -> None:
     """40 questions over all categories, 64 tokens each, three drafts a round, eight sessions at once."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_target)
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_target)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False

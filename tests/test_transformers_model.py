@@ -211,7 +211,7 @@ def test_a_freed_slot_shows_its_next_user_nothing(pair: Pair, draw: random.Rando
 def test_positions_that_are_not_held_are_never_read(pair: Pair, draw: random.Random) -> None:
     """The cache is not cleared when it is reserved: it may hold anything, NaN too."""
     with torch.inference_mode():
-        for keys, values in pair.engine._cache.values():
+        for keys, values in pair.engine._attention._cache.values():
             keys.fill_(torch.nan)
             values.fill_(torch.nan)
     tokens = some(draw, 20)
@@ -512,3 +512,14 @@ def test_the_demo_target_gets_its_own_logits_for_a_real_prompt(demo_target: Path
     engine.forward([Feed(1, 0, tokens[:11], 0), Feed(0, 0, tokens[5:20], 0)])
     logits = engine.forward([Feed(0, 15, tokens[:4], 4), Feed(1, 11, tokens[11:], len(tokens) - 11)])
     np.testing.assert_allclose(logits[1], expected[11:], rtol=0, atol=1e-3)
+
+
+def test_ids_that_pad_the_vocabulary_are_neither_scored_nor_taken(tmp_path: Path) -> None:
+    """A padded head gives its padding a probability; drawn, it would be no text at all."""
+    folder = save_tiny(tmp_path / "padded", vocab_size=VOCAB_SIZE + 12)
+    engine = TransformersModel.load(folder, num_slots=1, max_length=8)
+    assert engine.vocab_size == VOCAB_SIZE
+    (logits,) = engine.forward([Feed(0, 0, [1, 2], 2)])
+    assert logits.shape == (2, VOCAB_SIZE)
+    with pytest.raises(ValueError, match=f"token {VOCAB_SIZE} of slot 0 is not in"):
+        engine.forward([Feed(0, 0, [VOCAB_SIZE], 1)])

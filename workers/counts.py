@@ -41,7 +41,7 @@ class CountRow:
         return float(self.q[index]) if index < self.ids.size and self.ids[index] == token else 0.0
 
     def draw(self, uniform: float) -> int:
-        """The token that a uniform u on [0, 1) selects: the first id whose running count exceeds u * total."""
+        """The token selected by a uniform u on [0, 1): the first id whose running count exceeds u * total."""
         threshold = int(uniform * self.total)  # exact: total is a power of two
         return int(self.ids[np.searchsorted(np.cumsum(self.counts), threshold, side="right")])
 

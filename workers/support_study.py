@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -73,7 +74,7 @@ def main() -> None:
     target = TransformersModel.load(folder, num_slots=1, max_length=length)
     draft_folder = resolve(options.draft, role="draft", progress=console.print)
     draft = TransformersModel.load(draft_folder, num_slots=1, max_length=length)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     rng = np.random.default_rng(0)
     whole: list[float] = []

@@ -4,11 +4,10 @@ Knows transformers and torch: how to load a model, take over its attention, and 
 Does not know which tokens the slots stand for (`workers.slots`), nor sampling, verification or the network.
 
 All feeds of a pass lie in one sequence `[1, N]`, each row with its own position id; nothing is padded. The
-model's attention is replaced by one that writes a row's keys and values to its slot and reads that slot only.
-transformers builds no mask for an attention without a registered mask function, so causality and sliding
-windows are decided here.
+model's attention is replaced by `workers.slot_attention`, which writes a row's keys and values to its slot
+and reads that slot only. transformers builds no mask for an attention without a registered mask function.
 
-N rows of a pass, T tokens of a feed, H heads, G KV heads, D head dimension, C logit columns, V vocabulary.
+T tokens of a feed, C logit columns, V vocabulary.
 """
 
 import inspect
@@ -22,11 +21,12 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
+from tokenizers import Tokenizer
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from workers.checkpoints import ModelRefused
 from workers.language_model import Feed, Logits
+from workers.slot_attention import Pass, SlotAttention
 
 # The check at load allows this times the largest logit. In float32 other orders of the same sums differ by
 # 1e-6; a wrong position, window or neighbour shows at 1e-3 and above even in freshly initialised models.
@@ -34,55 +34,7 @@ CHECK_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2
 CHECK_LENGTH = 9
 CHECK_MAX_WINDOW = 64  # longer windows are not crossed by the check: they are compared with the configuration
 
-# Keywords of an attention call that say nothing about its result. Any other that is set is refused.
-_HARMLESS = {"cache", "output_attentions", "position_embeddings", "position_ids", "return_dict", "use_cache"}
 _INSTANCES = count()
-
-
-class _Pass:
-    """Where the rows of one pass belong: the same for all layers, so worked out once."""
-
-    def __init__(self, feeds: Sequence[Feed], device: torch.device, dtype: torch.dtype) -> None:
-        rows = [(feed.slot, feed.start + i, token) for feed in feeds for i, token in enumerate(feed.tokens)]
-        table = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
-        self.slots, self.positions, self.tokens = table.unbind()  # [N] each
-        self._feeds, self._device, self._dtype = feeds, device, dtype
-        self._spans: dict[int | None, list[tuple[slice, int, slice, torch.Tensor | None]]] = {}
-
-    def wanted(self) -> torch.Tensor:
-        """The packed rows whose logits are wanted, in order."""
-        rows: list[int] = []
-        end = 0
-        for feed in self._feeds:
-            end += len(feed.tokens)
-            rows += range(end - feed.num_logits, end)
-        return torch.tensor(rows, dtype=torch.long, device=self._device)
-
-    def spans(self, window: int | None) -> list[tuple[slice, int, slice, torch.Tensor | None]]:
-        """For each feed its rows, slot, the held positions that they see, and a mask where not all see all.
-
-        `window` counts the positions that a row sees, itself included. The mask, `[T, positions]` of 0 and
-        -inf in the model's dtype, is added to the scores.
-        """
-        if window not in self._spans:
-            spans, row = [], 0
-            for feed in self._feeds:
-                rows = slice(row, row := row + len(feed.tokens))
-                end = feed.start + len(feed.tokens)
-                begin = 0 if window is None else max(0, feed.start - window + 1)
-                spans.append((rows, feed.slot, slice(begin, end), self._mask(feed.start, begin, end, window)))
-            self._spans[window] = spans
-        return self._spans[window]
-
-    def _mask(self, start: int, begin: int, end: int, window: int | None) -> torch.Tensor | None:
-        if end - start == 1:
-            return None
-        seen = torch.arange(begin, end, device=self._device)
-        row = torch.arange(start, end, device=self._device)[:, None]
-        hidden = seen > row
-        if window is not None:
-            hidden |= seen <= row - window
-        return torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
 
 class TransformersModel:
@@ -98,11 +50,15 @@ class TransformersModel:
         num_slots: int,
         max_length: int,
         output_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """Take over `model` and check it. Raises ModelRefused; ValueError for a bad size or output id."""
+        """Take over `model` and check it. Raises ModelRefused; ValueError for a bad size or output id.
+
+        `vocab_size` leaves out the ids from there on, with which a model pads its vocabulary.
+        """
         self._model, self._name = model.eval(), type(model).__name__
         self._config = model.config.get_text_config()
-        self._vocab_size = int(self._config.vocab_size)
+        self._vocab_size = min(int(self._config.vocab_size), vocab_size or int(self._config.vocab_size))
         for field, value in (("num_slots", num_slots), ("max_length", max_length)):
             if value < 1:
                 raise ValueError(f"{field} {value} is below 1")
@@ -112,11 +68,7 @@ class TransformersModel:
         self._num_slots, self._max_length = num_slots, max_length
         self._output_ids = None if output_ids is None else _checked_ids(output_ids, self._vocab_size)
         self._held = [0] * num_slots  # positions that each slot holds
-        self._cache: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by layer, [num_slots, G, max_length, D]
-        self._windows: dict[int, int | None] = {}  # by layer
-        self._pass: _Pass | None = None
+        self._attention = SlotAttention(self._name, num_slots, max_length)
 
         _refuse_by_declaration(model)
         tokens, expected = self._expected_logits()
@@ -137,8 +89,8 @@ class TransformersModel:
     ) -> Self:
         """Load a folder of safetensors; ModelRefused says why one does not fit.
 
-        A `vocabulary.json` in the folder, a list of ids, is the `output_ids`. `num_threads` is torch's, for
-        the whole process.
+        A `vocabulary.json` in the folder, a list of ids, is the `output_ids`; a `tokenizer.json` tells where
+        the padding of the vocabulary begins. `num_threads` is torch's, for the whole process.
         """
         if not (folder / "config.json").is_file():
             raise ModelRefused(f"folder {folder} holds no config.json")
@@ -160,7 +112,13 @@ class TransformersModel:
             raise ModelRefused(f"folder {folder} lacks {len(missing)} weights, the first is {missing[0]}")
         vocabulary = folder / "vocabulary.json"
         output_ids = json.loads(vocabulary.read_text()) if vocabulary.is_file() else None
-        return cls(model.to(device), num_slots=num_slots, max_length=max_length, output_ids=output_ids)
+        return cls(
+            model.to(device),
+            num_slots=num_slots,
+            max_length=max_length,
+            output_ids=output_ids,
+            vocab_size=_num_tokens(folder),
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -171,6 +129,10 @@ class TransformersModel:
     def output_ids(self) -> NDArray[np.int64] | None:
         """[C] ascending ids that the C logit columns stand for, or None when C = V and column i is id i."""
         return self._output_ids
+
+    @property
+    def _num_columns(self) -> int:
+        return self._vocab_size if self._output_ids is None else len(self._output_ids)
 
     @property
     def num_slots(self) -> int:
@@ -228,7 +190,7 @@ class TransformersModel:
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`; the head runs on these rows only."""
         with torch.inference_mode():
-            rows = self._pass = _Pass(feeds, self._model.device, self._model.dtype)
+            rows = self._attention.rows = Pass(feeds, self._model.device, self._model.dtype)
             try:
                 output = self._model(
                     input_ids=rows.tokens[None],
@@ -237,59 +199,12 @@ class TransformersModel:
                     logits_to_keep=rows.wanted(),
                 )
             finally:
-                self._pass = None
-            return np.asarray(output.logits[0].float().cpu().numpy())
-
-    def _attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,  # [1, H, N, D]
-        key: torch.Tensor,  # [1, G, N, D]
-        value: torch.Tensor,  # [1, G, N, D of the values]
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **keywords: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """One layer's attention, `[1, N, H, D]`: write the rows to their slots, let each see its own."""
-        self._refuse_keywords(module, {"attention_mask": attention_mask, **keywords})
-        assert self._pass is not None
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        if layer not in self._cache:  # sized by what the first pass shows; untouched pages cost nothing
-            sizes = [(self._num_slots, x.shape[1], self._max_length, x.shape[3]) for x in (key, value)]
-            self._cache[layer] = (key.new_empty(sizes[0]), value.new_empty(sizes[1]))
-            self._windows[layer] = sliding_window
-        keys, values = self._cache[layer]
-        keys[self._pass.slots, :, self._pass.positions] = key[0].transpose(0, 1)
-        values[self._pass.slots, :, self._pass.positions] = value[0].transpose(0, 1)
-        outputs = [
-            scaled_dot_product_attention(
-                query[:, :, rows],
-                keys[slot : slot + 1, :, seen],
-                values[slot : slot + 1, :, seen],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=True,
-            )
-            for rows, slot, seen, mask in self._pass.spans(sliding_window)
-        ]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return output.transpose(1, 2), None
-
-    def _refuse_keywords(self, module: torch.nn.Module, keywords: dict[str, Any]) -> None:
-        """Refuse what would change the result and is not honoured: softcap, sinks, biases, masks."""
-        if keywords.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
-            raise ModelRefused(f"{self._name} does not fit: is_causal is False, its rows see later positions")
-        if keywords.get("dropout") == 0:
-            del keywords["dropout"]
-        for name, value in keywords.items():
-            if name not in _HARMLESS and value is not None and value is not False:
-                shown = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-                raise ModelRefused(f"{self._name} does not fit: its attention asks for {name} {shown}")
+                self._attention.rows = None
+            return np.asarray(output.logits[0, :, : self._num_columns].float().cpu().numpy())
 
     def _take_over_attention(self) -> None:
-        """Make the model call `_attend`; the registry, which lasts, does not keep this object alive."""
-        attend, name = weakref.WeakMethod(self._attend), f"outrider-slots-{next(_INSTANCES)}"
+        """Make the model call `SlotAttention.attend`; the registry, which lasts, does not keep it alive."""
+        attend, name = weakref.WeakMethod(self._attention.attend), f"outrider-slots-{next(_INSTANCES)}"
         AttentionInterface.register(name, lambda *args, **keywords: attend()(*args, **keywords))  # type: ignore[misc]
         self._model.set_attn_implementation(name)
 
@@ -316,7 +231,7 @@ class TransformersModel:
         kept, inputs = max(1, shape[1] // 3), tokens.to(self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=kept).logits.float().cpu()
-        columns = slice(None) if self._output_ids is None else self._output_ids
+        columns = slice(self._vocab_size) if self._output_ids is None else self._output_ids
         return tokens.tolist(), logits.numpy()[:, :, columns]
 
     def _check(self, tokens: list[list[int]], expected: Logits) -> None:
@@ -341,17 +256,25 @@ class TransformersModel:
 
     def _check_layers(self) -> None:
         """Every layer must keep its state in the slots and get the window that the configuration gives it."""
-        if missing := sorted(set(range(self._config.num_hidden_layers)) - self._cache.keys()):
+        if missing := sorted(set(range(self._config.num_hidden_layers)) - self._attention.layers):
             raise ModelRefused(
                 f"{self._name} does not fit: layers {missing} keep no keys and values in slots"
             )
         kinds = getattr(self._config, "layer_types", None)
-        for layer, window in self._windows.items():
+        for layer, window in self._attention.windows.items():
             slides = kinds is None or kinds[layer] == "sliding_attention"
             expected = getattr(self._config, "sliding_window", None) if slides else None
             if window != expected:
                 words = f"layer {layer} attends with window {window}, configured is {expected}"
                 raise ModelRefused(f"{self._name} does not fit: {words}")
+
+
+def _num_tokens(folder: Path) -> int | None:
+    """The largest id that the folder's tokenizer knows, plus one; None without a tokenizer."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    return max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _checked_ids(output_ids: Sequence[int] | NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
