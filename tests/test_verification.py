@@ -642,3 +642,20 @@ def test_the_token_rule_looks_at_nothing_behind_the_cut() -> None:
     verdict = verify(p, [HALVES, HALVES], [0, 1], uniforms, Rule.TOKEN)
     p[1:] = [[0.0, 1.0], [1.0, 0.0]]
     assert verify(p, [HALVES, one_hot(1)], [0, 1], uniforms, Rule.TOKEN) == verdict == Verdict(0, 1)
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_token_without_mass_in_its_own_row_is_refused_by_name(rule: Rule) -> None:
+    """It cannot have been drawn from that row; accepted as it is, it would bias, or divide by zero."""
+    q = CountRow(np.array([0, 1]), np.array([1, 1]), 2)
+    with pytest.raises(ValueError, match=r"tokens\[0\] is 2, to which q\[0\] gives no mass"):
+        verify(np.full((2, 3), 1 / 3), [q], [2], Uniforms([0.5], [0.5], 0.5), rule)
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_a_target_row_without_any_mass_cuts_the_block_before_it(rule: Rule) -> None:
+    """Like one that is not finite: the token before it is judged as the last one."""
+    p = np.array([[0.5, 0.5], [0.0, 0.0], [0.5, 0.5]])
+    q = [CountRow(np.array([0, 1]), np.array([1, 1]), 2)] * 2
+    with pytest.raises(UnusableTarget):  # p = q accepts the first draft, and the broken row must be sampled
+        verify(p, q, [0, 1], Uniforms([0.9, 0.9], [0.5, 0.5], 0.5), rule)

@@ -22,7 +22,7 @@ MAX_SUPPORT = 4096
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CountRow:
     """q at one position: `q(ids[j]) = counts[j] / total`, zero elsewhere. total is a power of two."""
 
@@ -55,8 +55,11 @@ def quantise(probabilities: FloatArray, support: int, output_ids: IntArray | Non
     """Counts summing to 2^15 over the `support` likeliest columns of a distribution `[C]`.
 
     `output_ids` `[C]` ascending names the id of each column (None: the column is the id). Rounds by largest
-    remainder, so no count is off by one or more. Columns that get no count leave the support.
+    remainder, so no count is off by one or more. Columns that get no count leave the support. Raises
+    ValueError for a support below 1.
     """
+    if support < 1:
+        raise ValueError(f"support is {support}; it must be at least 1")
     kept = np.arange(probabilities.size)
     if probabilities.size > support:
         kept = np.sort(np.argpartition(probabilities, -support)[-support:])
@@ -73,9 +76,7 @@ def _apportion(weights: FloatArray, total: int, ids: IntArray) -> CountRow:
     shares = weights * (total / weights.sum())
     counts = np.floor(shares).astype(np.int64)
     missing = total - int(counts.sum())
-    if missing > 0:
-        counts[np.argsort(counts - shares, kind="stable")[:missing]] += 1
-    elif missing < 0:  # the floats overshot by an ulp or two: take it from the largest
-        counts[counts.argmax()] += missing
+    assert 0 <= missing <= counts.size, "shares sum to the total but for rounding far below one count"
+    counts[np.argsort(counts - shares, kind="stable")[:missing]] += 1
     positive = counts > 0
     return CountRow(ids[positive], counts[positive], total)

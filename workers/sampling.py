@@ -52,8 +52,8 @@ def probabilities(logits: NDArray[np.floating], settings: SamplingSettings) -> F
             out.fill(0.0)
             out[int(row.argmax())] = 1.0
         else:
-            row -= peak
             with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to minus infinity
+                row -= peak
                 row /= settings.temperature
             _keep_top_k(row, settings.top_k)
             _softmax(row, out)

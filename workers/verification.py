@@ -57,9 +57,12 @@ def verify(
 
     `p` `[K+1, V]`: the target's distributions at the K draft positions and the one behind them; `q`: K rows,
     the very ones that the K `tokens` were drawn from. With K = 0 the verdict is a plain draw from p.
-    A row of p that is not finite cuts the block before it. Raises UnusableTarget when such a row itself has
-    to be sampled.
+    A row of p that is no distribution cuts the block before it. Raises UnusableTarget when such a row itself
+    has to be sampled, ValueError for a token that its own row gives no mass.
     """
+    for i, (row, token) in enumerate(zip(q, tokens, strict=True)):
+        if row.q_of(token) == 0.0:
+            raise ValueError(f"tokens[{i}] is {token}, to which q[{i}] gives no mass; make that row one-hot")
     num_usable = _num_usable(p, len(tokens))
     p, q, tokens = p[: num_usable + 1], q[:num_usable], tokens[:num_usable]
     if rule is Rule.TOKEN:
@@ -75,7 +78,8 @@ def verify(
 
 
 def _num_usable(p: FloatArray, num_drafts: int) -> int:
-    broken = np.flatnonzero(~np.isfinite(p.sum(axis=1)))
+    masses = p.sum(axis=1)
+    broken = np.flatnonzero(~(np.isfinite(masses) & (masses > 0.0)))
     return min(num_drafts, int(broken[0])) if broken.size else num_drafts
 
 
