@@ -10,7 +10,7 @@ from typing import Literal
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from coordinator.admission import Admission
 from coordinator.drafting import Drafter, DraftSettings
@@ -20,6 +20,7 @@ from coordinator.text import Text
 from coordinator.verifying import Verifier, VerifySettings
 from coordinator.worker_client import WorkerClient
 from protos import inference_pb2, inference_pb2_grpc
+from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
 from protos.status import TaskError
 from protos.wire import SERVER_OPTIONS
@@ -36,13 +37,9 @@ ENCODINGS = {"sparse": ENCODING_SPARSE, "full": ENCODING_FULL, "one_hot": ENCODI
 RULES = {"token": RULE_TOKEN, "block": RULE_BLOCK}
 
 
-class CoordinatorConfig(BaseModel):
+class CoordinatorConfig(Binding):
     """What a coordinator serves, and how."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
     target: str  # host:port
     draft: str | None = None  # host:port; None is plain decoding
     tokenizer_folder: Path | None = None  # None serves token ids only
@@ -151,9 +148,10 @@ class CoordinatorServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
         name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
         self._service_names = ["", name]
-        reflection.enable_server_reflection(
-            (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
+        if self._config.is_loopback:
+            reflection.enable_server_reflection(
+                (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            )
         port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
         await self._server.start()
         for served in self._service_names:

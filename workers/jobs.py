@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from protos.status import TaskError
-from protos.wire import digest, pack_tokens, unpack_tokens
+from protos.wire import MAX_MESSAGE_BYTES, digest, pack_tokens, unpack_tokens
 from protos.worker_pb2 import (
     ENCODING_FULL,
     ENCODING_ONE_HOT,
@@ -70,7 +70,7 @@ class DraftJob(Job):
                 "num_draft_tokens", f"is {task.num_draft_tokens}; the limit is {MAX_DRAFT_TOKENS}"
             )
         _check_key(task.draft_key)
-        self._make_row = _row_maker(task, model.output_ids)
+        self._make_row = _row_maker(task, model.vocab_size, model.output_ids)
         self._settings = settings_of(task.sampling)
         self._task = task
         self._vocab_size = model.vocab_size
@@ -190,13 +190,18 @@ def _rule_of(task: VerifyTask) -> Rule:
     return rules[task.rule]
 
 
-def _row_maker(task: DraftTask, output_ids: IntArray | None) -> Callable[[FloatArray], CountRow]:
+def _row_maker(
+    task: DraftTask, vocab_size: int, output_ids: IntArray | None
+) -> Callable[[FloatArray], CountRow]:
     """From q `[C]` to the row that is drawn from and shipped."""
     if task.encoding == ENCODING_SPARSE:
         if not 1 <= task.support <= MAX_SUPPORT:
             raise TaskError.invalid("support", f"is {task.support}; it must lie in 1..{MAX_SUPPORT}")
         return lambda q: quantise(q, task.support, output_ids)
     if task.encoding == ENCODING_FULL:
+        num_bytes = 4 * vocab_size * task.num_draft_tokens
+        if num_bytes > MAX_MESSAGE_BYTES // 4:
+            raise TaskError.invalid("encoding", f"is FULL, which takes {num_bytes} bytes; draft fewer tokens")
         return lambda q: quantise_full(q, output_ids)
     if task.encoding == ENCODING_ONE_HOT:
         return lambda q: one_hot(_likeliest(q, output_ids))

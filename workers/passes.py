@@ -113,7 +113,7 @@ class PassLoop:
                 if not self._at_work and not self._arrived:
                     self._idle.set()
         finally:
-            self._thread.shutdown(wait=True)
+            self._thread.shutdown(wait=False)  # a pass that hangs must not hold up the event loop
 
     async def _wait_for_work(self) -> None:
         """Until something arrives; looks after expired leases meanwhile."""
@@ -148,6 +148,10 @@ class PassLoop:
             if earlier is not None:
                 answered.append((work, earlier))
                 return
+            if not work.task.state.timeout_ns:
+                raise TaskError.invalid("state.timeout_ns", "is 0; every task says how long it is of use")
+            if isinstance(work.task, VerifyTask) and work.out_of_time():
+                raise TaskError.deadline("the task ran out of time in the queue")
             work.job = self._open_job(work)
         except TaskError as error:
             answered.append((work, _error(error)))
@@ -157,20 +161,18 @@ class PassLoop:
             self._at_work.append(work)
 
     def _plan(self) -> list[tuple[Work, Job, Feed]]:
-        """Feeds of the next pass: whole jobs, short ones first, and a piece of the oldest too long to fit."""
-        plan = []
-        room = self._max_pass_tokens
-        too_long = []
-        for work in sorted(self._at_work, key=lambda work: len(_job(work).pending)):
-            size = len(_job(work).pending)
-            if size <= room:
-                plan.append((work, _job(work), _feed(_job(work), size)))
-                room -= size
-            else:
-                too_long.append(work)
-        if too_long:
-            work = min(too_long, key=lambda work: work.arrived_ns)
-            plan.append((work, _job(work), _feed(_job(work), max(room, MIN_PREFILL_TOKENS))))
+        """Feeds of the next pass: every job that decodes, then prefills, oldest first, while there is room.
+
+        The oldest prefill moves on in every pass, by MIN_PREFILL_TOKENS at least.
+        """
+        decoding = [work for work in self._at_work if _decodes(_job(work))]
+        plan = [(work, _job(work), _feed(_job(work), len(_job(work).pending))) for work in decoding]
+        room = self._max_pass_tokens - sum(len(feed.tokens) for _, _, feed in plan)
+        room = max(room, MIN_PREFILL_TOKENS)
+        for work in self._at_work:
+            if work not in decoding and room >= MIN_PREFILL_TOKENS:
+                plan.append((work, _job(work), _feed(_job(work), room)))
+                room -= len(plan[-1][2].tokens)
         return plan
 
     def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:
@@ -214,6 +216,11 @@ class PassLoop:
 def _job(work: Work) -> Job:
     assert work.job is not None, "a task at work has a job"
     return work.job
+
+
+def _decodes(job: Job) -> bool:
+    """Whether the job has little to feed beside the positions that it wants scored."""
+    return len(job.pending) <= max(MIN_PREFILL_TOKENS, job.num_logits)
 
 
 def _feed(job: Job, size: int) -> Feed:

@@ -1,11 +1,10 @@
 """A worker as a gRPC server: handshake, one task stream a coordinator, health and reflection.
 
-Knows streams, credits and replies; what a task computes is its job's business, when it runs the pass loop's.
+Knows configuration and life cycle; streams, passes and jobs have modules of their own.
 """
 
 import asyncio
 import contextlib
-import copy
 import logging
 import secrets
 import time
@@ -16,18 +15,16 @@ from typing import Literal
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.status import TaskError
-from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType, seal, unseal
+from protos.binding import Binding
+from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType
 from protos.worker_pb2 import (
     DraftTask,
     HandshakeRequest,
     ReplyBatch,
-    Sealed,
     TaskBatch,
-    TaskReply,
     VerifyTask,
     WorkerInfo,
 )
@@ -35,21 +32,16 @@ from workers.jobs import DraftJob, Job, VerifyJob
 from workers.language_model import LanguageModel
 from workers.passes import PassLoop, Work
 from workers.slots import SlotTable
+from workers.task_stream import TaskStream
 
 logger = logging.getLogger(__name__)
-
-MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 2  # whole rows of many sessions pass the cap, which ends the stream
 
 Role = Literal["draft", "target"]
 
 
-class WorkerConfig(BaseModel):
+class WorkerConfig(Binding):
     """How a worker serves."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
     max_pass_tokens: int = Field(default=256, ge=1)  # bounds how long a prefill holds up decoding sessions
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)
@@ -119,9 +111,10 @@ class WorkerServer:
             worker_pb2_grpc.add_TargetServicer_to_server(servicer, self._server)
         service = worker_pb2.DESCRIPTOR.services_by_name["Draft" if self._role == "draft" else "Target"]
         self._service_names = ["", service.full_name]
-        reflection.enable_server_reflection(
-            (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
-        )
+        if self._config.is_loopback:
+            reflection.enable_server_reflection(
+                (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+            )
         port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
         await self._server.start()
         self._running = asyncio.create_task(self._passes.run(), name=f"{self._role} passes")
@@ -151,7 +144,7 @@ class WorkerServer:
         self, batches: AsyncIterator[TaskBatch], kind: MessageType[DraftTask | VerifyTask]
     ) -> AsyncIterator[ReplyBatch]:
         """One coordinator's stream: tasks in as they come, replies out as they are ready."""
-        stream = _Stream(self._passes, kind, self._config)
+        stream = TaskStream(self._passes, kind, self._config.task_credits, self._config.byte_credits)
         reader = asyncio.create_task(stream.read(batches))
         try:
             while (batch := await stream.next_replies()) is not None:
@@ -163,89 +156,6 @@ class WorkerServer:
     async def _report(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for name in self._service_names:
             await self._health.set(name, status)
-
-
-class _Stream:
-    """The two directions of one stream, joined by the replies that wait to be written."""
-
-    def __init__(
-        self, passes: PassLoop, kind: MessageType[DraftTask | VerifyTask], config: WorkerConfig
-    ) -> None:
-        self._passes = passes
-        self._kind = kind
-        self._config = config
-        self._generation = 0
-        self._in_flight = 0
-        self._bytes_in_flight = 0
-        self._replies: list[Sealed] = []
-        self._changed = asyncio.Event()
-        self._ended = False
-
-    async def read(self, batches: AsyncIterator[TaskBatch]) -> None:
-        """Take tasks until the coordinator closes the stream."""
-        try:
-            async for batch in batches:
-                self._generation = batch.generation
-                for session in batch.released_sessions:
-                    self._passes.release(session)
-                for sealed in batch.tasks:
-                    self._take(sealed)
-        finally:
-            self._ended = True
-            self._changed.set()
-
-    def _take(self, sealed: Sealed) -> None:
-        task_id, size = sealed.task_id, len(sealed.body)
-        self._in_flight += 1
-        self._bytes_in_flight += size
-
-        def reply(outcome: TaskReply) -> None:
-            self._in_flight -= 1
-            self._bytes_in_flight -= size
-            self._replies.append(seal(task_id, outcome))
-            self._changed.set()
-
-        try:
-            self._check_credits()
-            task = unseal(sealed, self._kind)
-            self._passes.submit(Work(task, _question(task), reply))
-        except TaskError as error:
-            reply(TaskReply(error=error.to_status()))
-
-    def _check_credits(self) -> None:
-        """A task larger than all credit may go alone."""
-        for name, used, limit in (
-            ("tasks", self._in_flight, self._config.task_credits),
-            ("bytes", self._bytes_in_flight, self._config.byte_credits),
-        ):
-            if used > limit and self._in_flight > 1:
-                raise TaskError.exhausted(f"{used} {name} in flight; the stream's credit is {limit}", 0.1)
-
-    async def next_replies(self) -> ReplyBatch | None:
-        """The replies that are ready and fit a message; None when the stream is over and nothing is owed."""
-        while not self._replies:
-            if self._ended and not self._in_flight:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        batch = ReplyBatch(generation=self._generation)
-        size = 0
-        for reply in self._replies:
-            size += len(reply.body)
-            if batch.replies and size > MAX_BATCH_BYTES:
-                break
-            batch.replies.append(reply)
-        del self._replies[: len(batch.replies)]
-        return batch
-
-
-def _question(task: DraftTask | VerifyTask) -> bytes:
-    """What a round is asked: all of its task but where it stands and the drafts, which the digest names."""
-    question = copy.deepcopy(task)
-    question.ClearField("state")
-    if isinstance(question, VerifyTask):
-        question.ClearField("proposal")
-    return question.SerializeToString(deterministic=True)
 
 
 class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):

@@ -43,6 +43,8 @@ class TableModel:
             if feed.start > len(self._slots[feed.slot]):
                 held = len(self._slots[feed.slot])
                 raise ValueError(f"start is {feed.start}; slot {feed.slot} holds {held} positions")
+            if not 0 <= feed.num_logits <= len(feed.tokens):
+                raise ValueError(f"num_logits is {feed.num_logits}; the feed has {len(feed.tokens)} tokens")
             if feed.start + len(feed.tokens) > self.max_length:
                 end = feed.start + len(feed.tokens)
                 raise ValueError(f"the feed ends at {end}; slots hold {self.max_length} positions")

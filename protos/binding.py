@@ -1,0 +1,33 @@
+"""Which addresses a server may bind: there is no transport security yet, so loopback unless told."""
+
+import ipaddress
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Binding(BaseModel):
+    """Where a server listens: loopback, or elsewhere with `insecure` said outright."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
+    insecure: bool = False  # serve whoever reaches the host, unencrypted and without authentication
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the host."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, which may resolve to anything
+            return False
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        if not (self.is_loopback or self.insecure):
+            raise ValueError(
+                f"host is {self.host!r}; it must be a loopback address unless insecure is set: there is no "
+                "encryption and no authentication"
+            )
+        return self
