@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
+MAX_KEPT_RELEASES = 4096  # for a worker that is away; further slots are freed by their lease
 RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", int(LONGEST_PAUSE_SECONDS * 500)),
@@ -48,6 +49,7 @@ class WorkerClient:
         self._coordinator = coordinator
         self._info: WorkerInfo | None = None
         self._generation = 0
+        self._epoch = 0
         self._task_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[TaskReply]] = {}
         self._outgoing: list[Sealed] = []
@@ -110,7 +112,7 @@ class WorkerClient:
 
     def release(self, session: str) -> None:
         """Tell the worker that the session is over; overtakes the tasks that wait to be sent."""
-        if self._info is not None:  # a worker without a stream frees the slot by its lease
+        if self._info is not None or len(self._released) < MAX_KEPT_RELEASES:
             self._released.append(session)
             self._wake.set()
 
@@ -130,6 +132,9 @@ class WorkerClient:
     def _adopt(self, info: WorkerInfo) -> None:
         """A life of the worker to send tasks to."""
         self._generation += 1
+        if info.epoch != self._epoch:
+            self._released.clear()  # another life holds no session
+        self._epoch = info.epoch
         self._info = info
         self._credits.grant(info.task_credits, info.byte_credits)
 
@@ -222,7 +227,6 @@ class WorkerClient:
     def _disconnected(self, reason: str) -> None:
         self._info = None
         self._outgoing.clear()
-        self._released.clear()
         for future in self._waiting.values():
             if not future.done():
                 error = TaskError.unavailable(f"lost the {self.role} worker at {self.address}: {reason}")
