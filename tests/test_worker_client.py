@@ -554,6 +554,7 @@ async def test_a_release_travels_without_waiting_for_any_credit() -> None:
     async with connected(task_credits=1) as (worker, client):
         asking = [asyncio.create_task(ask(client, f"s{i}")) for i in range(3)]
         await worker.arrived(1)
+        await asyncio.sleep(0.02)  # nothing is being written
         client.release("gone")
         await eventually(lambda: worker.released == ["gone"])
         for asked in asking:
@@ -569,6 +570,22 @@ async def test_a_cancelled_task_is_not_sent_behind_its_release(pair: Pair) -> No
     client.release("gone")
     await eventually(lambda: worker.released == ["gone"])
     assert worker.tasks == []
+
+
+@pytest.mark.parametrize("same_life", [True, False])
+async def test_sessions_that_end_while_the_worker_is_away_are_released_when_the_same_life_is_back(
+    same_life: bool,
+) -> None:
+    async with connected() as (worker, client):
+        await worker.stop()
+        await eventually(lambda: not is_connected(client))
+        client.release("gone")
+        worker.info = worker_info(epoch=1 if same_life else 2)
+        await worker.start(worker.port)
+        await eventually(lambda: is_connected(client))
+        client.release("over")
+        await eventually(lambda: "over" in worker.released)
+        assert worker.released == (["gone", "over"] if same_life else ["over"])
 
 
 async def test_a_draft_worker_is_asked_over_its_own_service() -> None:
