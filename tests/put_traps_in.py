@@ -249,7 +249,7 @@ TRAPS = [
 
 
 def notices(trap: Trap) -> str | None:
-    """The first test that fails with the trap in, or None."""
+    """The first test that fails, or cannot even be set up, with the trap in; None when all pass."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "outrider"
         shutil.copytree(
@@ -272,7 +272,8 @@ def notices(trap: Trap) -> str | None:
             text=True,
             timeout=600,
         )
-    failed = [line.split(" ")[1] for line in run.stdout.splitlines() if line.startswith("FAILED")]
+    lines = run.stdout.splitlines()
+    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED", "ERROR tests"))]
     if run.returncode == 1 and failed:
         return failed[0].split("::")[-1]
     if run.returncode == 0:
@@ -289,7 +290,7 @@ def main() -> None:
     for trap in [trap for trap in TRAPS if word in trap.name]:
         noticed = notices(trap)
         num_missed += noticed is None
-        console.print(f"{trap.name}: {noticed or 'NOBODY NOTICED'}", markup=False)
+        console.print(f"{trap.name}: {noticed or 'NOBODY NOTICED'}", markup=False, soft_wrap=True)
         table.add_row(trap.name, noticed or "NOBODY NOTICED")
     console.print(table)
     sys.exit(f"{num_missed} traps went unnoticed" if num_missed else 0)

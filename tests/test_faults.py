@@ -571,6 +571,7 @@ async def test_a_session_that_ends_during_its_prefill_leaves_nothing_behind() ->
         drafter.forget(new)
         await eventually(lambda: worker.released == ["c/1"])
         worker.answer(seal(worker.tasks[0].task_id, refusing(TaskError.stale("the session was released"))))
+        await asyncio.sleep(0.05)  # until it is read
         asking = asyncio.create_task(drafter.propose(seated(2), 3))
         sealed = (await worker.arrived(2))[1]  # the drafter has done nothing wrong
         worker.answer(seal(sealed.task_id, drafted([4])))
