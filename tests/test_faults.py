@@ -285,7 +285,7 @@ async def failure_of(call: Any, said: list[int]) -> grpc.aio.AioRpcError:
 
 async def test_a_drafter_that_dies_in_mid_text_is_done_without_and_used_again_when_it_is_back() -> None:
     async with deployment(Worker("target", TARGET, latency=0.005)) as d:
-        call = d.stub.Generate(ids_of(PROMPT, max_tokens=300, temperature=0.0), timeout=20)
+        call = d.stub.Generate(ids_of(PROMPT, max_tokens=220, temperature=0.0), timeout=20)
         said = await read_tokens(call, 30)
         await d.draft.stop()
         said += await read_tokens(call, 40)
@@ -295,7 +295,7 @@ async def test_a_drafter_that_dies_in_mid_text_is_done_without_and_used_again_wh
         await d.draft.start()
         await eventually(lambda: len(d.to_draft.tasks) > num_asked + 3)
         usage = await rest_of(call, said)
-        assert tuple(said) == greedy(PROMPT, 300)
+        assert tuple(said) == greedy(PROMPT, 220)
         assert usage.num_fallbacks >= 20, "each round that wanted drafts and had none"
         assert usage.num_fallbacks + usage.num_drafts <= usage.num_rounds
         again = await d.text(40)
@@ -325,14 +325,14 @@ async def test_a_text_that_ends_while_its_workers_are_cut_off_frees_its_slots() 
 
 async def test_a_drafter_s_new_life_is_told_the_whole_text() -> None:
     async with deployment(Worker("target", TARGET, latency=0.005)) as d:
-        call = d.stub.Generate(ids_of(PROMPT, max_tokens=200, temperature=0.0), timeout=20)
+        call = d.stub.Generate(ids_of(PROMPT, max_tokens=130, temperature=0.0), timeout=20)
         said = await read_tokens(call, 20)
         await d.draft.stop()
         await d.draft.start()
         assert d.draft.life is not None
         epoch = d.draft.life.epoch
         await rest_of(call, said)
-        assert tuple(said) == greedy(PROMPT, 200)
+        assert tuple(said) == greedy(PROMPT, 130)
         states = [unseal(sealed, DraftTask).state for sealed in d.to_draft.tasks]
         later = [state for state in states if state.epoch == epoch]
         assert later[0].start == 0
@@ -585,7 +585,7 @@ async def test_a_session_that_ends_during_its_prefill_leaves_nothing_behind() ->
 async def test_over_a_target_s_death_and_return_no_token_is_lost_or_repeated(num_draft_tokens: int) -> None:
     async with deployment(Worker("target", TARGET, latency=0.003)) as d:
         call = d.stub.Generate(
-            ids_of(PROMPT, max_tokens=150, temperature=0.0, num_draft_tokens=num_draft_tokens), timeout=20
+            ids_of(PROMPT, max_tokens=100, temperature=0.0, num_draft_tokens=num_draft_tokens), timeout=20
         )
         said = await read_tokens(call, 20)
         for _ in range(2):
@@ -594,8 +594,8 @@ async def test_over_a_target_s_death_and_return_no_token_is_lost_or_repeated(num
             await d.target.start()
             said += await read_tokens(call, 20)
         usage = await rest_of(call, said)
-        assert tuple(said) == greedy(PROMPT, 150)
-        assert usage.num_completion_tokens == 150
+        assert tuple(said) == greedy(PROMPT, 100)
+        assert usage.num_completion_tokens == 100
         await d.all_is_free()
 
 
