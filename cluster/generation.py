@@ -96,6 +96,7 @@ def usage_as_json(usage: Usage) -> dict[str, Any]:
         "num_accepted_tokens_per_pos": list(usage.num_accepted_tokens_per_pos),
         "num_q_bytes": usage.num_q_bytes,
         "num_fallbacks": usage.num_fallbacks,
+        "num_unusable_rows": usage.num_unusable_rows,
         **optional,
     }
 

@@ -14,11 +14,11 @@ from coordinator.requests import Limits, read_request
 from coordinator.text import Text
 from coordinator.text_error import TextError
 from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
+from protos.limits import MAX_DRAFT_TOKENS
 from protos.status import TaskError
 from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
 
 NO_DRAFT = "none"
-MAX_DRAFT_TOKENS = 64
 _NO_LIMIT = 2**31 - 1
 _INTEGERS = {  # looked at here, since a message holds no others
     "num_draft_tokens": (0, MAX_DRAFT_TOKENS),

@@ -10,6 +10,8 @@ import logging
 import time
 from dataclasses import dataclass
 
+import grpc
+
 from coordinator.sessions import Session
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
@@ -18,9 +20,9 @@ from protos.worker_pb2 import DraftTask, Encoding, Proposal
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = (
-    2.0  # beyond the task's own time: the drafter stops before a draw, its answer must still travel
-)
+# Beyond the task's own time: the drafter stops before its next draw, and its answer must still travel.
+GRACE_SECONDS = 2.0
+MAX_CATCH_UP_TOKENS = 256  # a drafter that lacks more takes them in by a task without draws
 FAULT_PAUSE_SECONDS = 30.0  # without a drafter whose tokens are not those of its rows
 
 
@@ -30,6 +32,7 @@ class DraftSettings:
 
     encoding: "Encoding"
     support: int  # ids that a sparse row may have
+    vocab_size: int  # the target's: no id from there on is proposed
     timeout_seconds: float  # of one proposal
     prefill_timeout_seconds: float
 
@@ -51,15 +54,24 @@ class Drafter:
         if num_draft_tokens == 0 or not self._is_ready(session):
             return Proposal()
         try:
-            return await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+            proposal = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+            if not proposal.tokens:
+                raise TaskError.unavailable("the drafter drew nothing")
         except TaskError as error:
-            if error.worker_length is None:
-                self._failed(error)
             session.tally.num_fallbacks += 1
+            if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                logger.warning("session %s goes on without drafts: %s", session.id, error.message)
+                session.num_draft_tokens = 0  # this session is beyond the drafter; others are not
+            elif error.worker_length is None:
+                self._failed(error)
             return Proposal()
+        return proposal
 
     def blame(self, session: Session, fault: str) -> None:
-        """The target found the drafter at fault: leave it alone for a while."""
+        """The target found the drafter at fault: leave it alone for a while.
+
+        What it drew before is judged and kept, so nothing hangs on which of its tokens were at fault.
+        """
         logger.error("the drafter is at fault in session %s: %s", session.id, fault)
         self._not_before = time.monotonic() + FAULT_PAUSE_SECONDS
 
@@ -79,7 +91,8 @@ class Drafter:
             return False
         with contextlib.suppress(TaskError):
             seat = session.draft_seat
-            if seat.epoch == self._client.info.epoch and seat.length > 0:
+            num_missing = len(session.tokens) - seat.length
+            if seat.epoch == self._client.info.epoch and seat.length and num_missing <= MAX_CATCH_UP_TOKENS:
                 return True
             self._prefills[session.id] = asyncio.create_task(self._prefill(session))
             return False
@@ -91,14 +104,17 @@ class Drafter:
         try:
             await self._ask(session, 0, self._settings.prefill_timeout_seconds)
         except TaskError as error:
-            self._failed(error)
+            if error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                session.num_draft_tokens = 0
+            else:
+                self._failed(error)
         finally:
             self._prefills.pop(session.id, None)
 
     async def _ask(self, session: Session, num_draft_tokens: int, timeout_seconds: float) -> Proposal:
         client, seat = self._client, session.draft_seat
-        epoch, vocab_size = client.info.epoch, client.info.vocab_size
-        length = len(session.tokens)
+        epoch, length = client.info.epoch, len(session.tokens)
+        vocab_size = self._settings.vocab_size
         task = DraftTask(
             state=seat.state(session, epoch, timeout_seconds),
             num_draft_tokens=num_draft_tokens,
@@ -107,6 +123,7 @@ class Drafter:
             choice=session.choice,
             encoding=self._settings.encoding,
             support=self._settings.support,
+            vocab_size=vocab_size,
         )
         try:
             reply = await client.ask(task, timeout_seconds + GRACE_SECONDS)
@@ -118,7 +135,7 @@ class Drafter:
         proposal = reply.draft.proposal
         tokens = unpack_tokens(proposal.tokens, "proposal.tokens")
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
-            raise TaskError.invalid("proposal.tokens", f"are {tokens}; asked for {num_draft_tokens}")
+            raise TaskError.data_loss(f"the drafter's tokens are {tokens}; asked for {num_draft_tokens}")
         seat.epoch, seat.length = epoch, length
         self._num_failures = 0
         return proposal

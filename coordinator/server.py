@@ -3,6 +3,7 @@
 Knows configuration and life cycle; requests are the service's business.
 """
 
+import contextlib
 import secrets
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from coordinator.worker_client import WorkerClient
 from protos import inference_pb2, inference_pb2_grpc
 from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
+from protos.limits import DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT
 from protos.status import TaskError
 from protos.wire import SERVER_OPTIONS
 from protos.worker_pb2 import (
@@ -43,17 +45,18 @@ class CoordinatorConfig(Binding):
     target: str  # host:port
     draft: str | None = None  # host:port; None is plain decoding
     tokenizer_folder: Path | None = None  # None serves token ids only
-    num_draft_tokens: int = Field(default=3, ge=0, le=64)  # K unless a request says otherwise
-    max_num_draft_tokens: int = Field(default=64, ge=0, le=64)
+    num_draft_tokens: int = Field(default=3, ge=0, le=MAX_DRAFT_TOKENS)  # K unless a request says otherwise
+    max_num_draft_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
     rule: Literal["token", "block"] = "token"
     encoding: Literal["sparse", "full", "one_hot"] = "sparse"
-    support: int = Field(default=64, ge=1, le=4096)  # ids in a sparse row of q
+    support: int = Field(default=DEFAULT_SUPPORT, ge=1, le=MAX_SUPPORT)  # ids in a sparse row of q
     default_max_tokens: int = Field(default=256, ge=1)
     max_choices: int = Field(default=64, ge=1)
     max_waiting_sessions: int = Field(default=256, ge=0)
     draft_timeout_seconds: float = Field(default=10.0, gt=0)
     draft_prefill_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_timeout_seconds: float = Field(default=120.0, gt=0)
+    verify_prefill_timeout_seconds: float = Field(default=600.0, gt=0)
     target_patience_seconds: float = Field(default=30.0, ge=0)  # how long a session waits for a lost target
 
 
@@ -68,23 +71,23 @@ class CoordinatorServer:
     async def start(self) -> str:
         """Connect, check, bind and serve; returns the address.
 
-        Raises TaskError when a worker cannot be reached or draft and target do not fit.
+        Raises TaskError when a worker cannot be reached or draft and target do not fit, TextError for a
+        tokenizer that cannot be read. What was connected by then is closed again.
         """
         config = self._config
         self._clients = [WorkerClient("target", config.target, self._id)]
         if config.draft is not None:
             self._clients.append(WorkerClient("draft", config.draft, self._id))
-        infos: list[WorkerInfo] = []
-        try:
+        async with contextlib.AsyncExitStack() as on_failure:
+            infos: list[WorkerInfo] = []
             for client in self._clients:
                 infos.append(await client.start())
+                on_failure.push_async_callback(client.stop)
             check_fit(*infos)
-        except TaskError:
-            for client in self._clients[: len(infos)]:
-                await client.stop()
-            raise
-        self._service = self._build_service(*infos)
-        return await self._serve()
+            self._service = self._build_service(*infos)
+            address = await self._serve()
+            on_failure.pop_all()
+        return address
 
     async def stop(self, grace_seconds: float) -> None:
         """Take no further requests, let the running ones finish within the grace, and close."""
@@ -101,18 +104,21 @@ class CoordinatorServer:
             settings = DraftSettings(
                 ENCODINGS[config.encoding],
                 config.support,
+                target.vocab_size,
                 config.draft_timeout_seconds,
                 config.draft_prefill_timeout_seconds,
             )
             drafter = Drafter(self._clients[1], settings)
         verify_settings = VerifySettings(
-            RULES[config.rule], config.verify_timeout_seconds, config.target_patience_seconds
+            RULES[config.rule],
+            config.verify_timeout_seconds,
+            config.verify_prefill_timeout_seconds,
+            config.target_patience_seconds,
         )
         folder = config.tokenizer_folder
         admission = Admission(target.num_slots, config.max_waiting_sessions)
-        num_draft_tokens = min(config.num_draft_tokens, config.max_num_draft_tokens)
-        if draft is None:
-            num_draft_tokens = 0
+        max_num_draft_tokens = config.max_num_draft_tokens if draft is not None else 0
+        num_draft_tokens = min(config.num_draft_tokens, max_num_draft_tokens)
         return InferenceService(
             coordinator=self._id,
             drafter=drafter,
@@ -122,7 +128,7 @@ class CoordinatorServer:
                 vocab_size=target.vocab_size,
                 max_length=target.max_length,
                 max_choices=config.max_choices,
-                max_num_draft_tokens=config.max_num_draft_tokens,
+                max_num_draft_tokens=max_num_draft_tokens,
                 default_max_tokens=min(config.default_max_tokens, target.max_length),
                 default_num_draft_tokens=num_draft_tokens,
             ),
@@ -134,7 +140,7 @@ class CoordinatorServer:
                 vocab_size=target.vocab_size,
                 max_length=target.max_length,
                 num_draft_tokens=num_draft_tokens,
-                max_num_draft_tokens=config.max_num_draft_tokens,
+                max_num_draft_tokens=max_num_draft_tokens,
                 max_choices=config.max_choices,
                 end_token_ids=target.end_token_ids,
                 max_running_sessions=admission.max_running,
@@ -163,12 +169,12 @@ def check_fit(target: WorkerInfo, draft: WorkerInfo | None = None) -> None:
     """Raise TaskError(FAILED_PRECONDITION) saying what differs when the drafter's ids mean other text."""
     if draft is None:
         return
-    if draft.vocab_size > target.vocab_size:
-        raise TaskError.mismatch(
-            f"the draft {draft.model} has {draft.vocab_size} token ids, "
-            f"the target {target.model} only {target.vocab_size}"
-        )
     both = (draft.tokenizer_fingerprint, target.tokenizer_fingerprint)
+    if not all(both) and draft.vocab_size < target.vocab_size:
+        raise TaskError.mismatch(
+            f"the draft {draft.model} came without a tokenizer and has {draft.vocab_size} token ids, "
+            f"the target {target.model} has {target.vocab_size}"
+        )
     if all(both) and both[0] != both[1]:
         raise TaskError.mismatch(
             f"the tokenizers of the draft {draft.model} ({both[0][:12]}) and of the target {target.model} "

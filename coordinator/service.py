@@ -5,10 +5,11 @@ Knows requests, their choices and their ends; the decoding loop does the work. E
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -49,6 +50,7 @@ class _Request:
     """A running request: its choices' tasks, what they have to say, what they count."""
 
     order: Order
+    prompt: TokenPrefix
     tally: Tally = field(default_factory=Tally)
     events: "asyncio.Queue[GenerateReply | TaskError | _Aborted]" = field(default_factory=asyncio.Queue)
     tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
@@ -97,8 +99,9 @@ class InferenceService(InferenceServicer):
     ) -> AsyncIterator[GenerateReply]:
         """See inference.proto."""
         try:
-            async for reply in self._generate(request):
-                yield reply
+            async with contextlib.aclosing(self._generate(request)) as replies:
+                async for reply in replies:
+                    yield reply
         except TaskError as error:
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
@@ -126,12 +129,12 @@ class InferenceService(InferenceServicer):
         info.num_waiting_sessions = self._admission.num_waiting
         return info
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerateReply]:
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateReply, None]:
         order = await asyncio.to_thread(read_request, request, self._text, self._limits)
         if order.request_id in self._running:
             raise TaskError.invalid("request_id", f"is {order.request_id!r}, which is running already")
         self._admission.admit(order.num_choices)
-        running = self._running[order.request_id] = _Request(order)
+        running = self._running[order.request_id] = _Request(order, TokenPrefix(order.prompt))
         for choice in range(order.num_choices):
             task = asyncio.create_task(self._run_choice(running, choice))
             task.add_done_callback(lambda _: self._admission.leave())  # also of a task that never began
@@ -193,7 +196,7 @@ class InferenceService(InferenceServicer):
             id=f"{self._coordinator}/{next(self._session_numbers)}",
             choice=choice,
             seed=order.seed,
-            tokens=TokenPrefix(order.prompt),
+            tokens=running.prompt.copy(),
             num_prompt_tokens=len(order.prompt),
             max_tokens=order.max_tokens,
             max_length=self._limits.max_length,
@@ -220,6 +223,7 @@ def _usage(order: Order, tally: Tally) -> Usage:
         num_accepted_tokens_per_pos=tally.num_accepted_per_pos,
         num_q_bytes=tally.num_q_bytes,
         num_fallbacks=tally.num_fallbacks,
+        num_unusable_rows=tally.num_unusable_rows,
     )
     if tally.num_draft_tokens:
         usage.acceptance_rate = num_accepted / tally.num_draft_tokens

@@ -24,7 +24,7 @@ from protos.worker_pb2 import Sampling, SessionState, VerifyResult
 
 @dataclass(slots=True)
 class Tally:
-    """What a request counts. Tokens cut by an end token or by max_tokens count nowhere."""
+    """What a request counts. Tokens cut by an end token or max_tokens are neither completed nor accepted."""
 
     num_completion_tokens: int = 0
     num_rounds: int = 0
@@ -33,6 +33,7 @@ class Tally:
     num_accepted_per_pos: list[int] = field(default_factory=list)
     num_q_bytes: int = 0
     num_fallbacks: int = 0  # rounds that went without drafts because the drafter failed
+    num_unusable_rows: int = 0  # rows of q that were judged as one-hot
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class Session:
         if self.finish_reason is None and self.num_remaining <= 0:
             self.finish_reason = FINISH_REASON_LENGTH
         self._count(len(drafts), num_q_bytes, [origin for _, origin in block])
+        self.tally.num_unusable_rows += verdict.num_unusable_rows
         return block
 
     def _count(self, num_drafts: int, num_q_bytes: int, origins: Sequence["Origin"]) -> None:

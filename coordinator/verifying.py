@@ -34,6 +34,7 @@ class VerifySettings:
 
     rule: "Rule"
     timeout_seconds: float  # of one attempt
+    prefill_timeout_seconds: float  # of one attempt where the target holds nothing of the session
     patience_seconds: float  # of a round, from when its target was lost
 
 
@@ -95,7 +96,10 @@ class Verifier:
     async def _ask(self, session: Session, task: VerifyTask) -> VerifyResult:
         client, seat = self._client, session.target_seat
         info, length = client.info, len(session.tokens)
-        timeout_seconds = self._settings.timeout_seconds
+        is_prefill = seat.epoch != info.epoch or seat.length == 0
+        timeout_seconds = (
+            self._settings.prefill_timeout_seconds if is_prefill else self._settings.timeout_seconds
+        )
         task.state.CopyFrom(seat.state(session, info.epoch, timeout_seconds))
         try:
             reply = await client.ask(task, timeout_seconds)

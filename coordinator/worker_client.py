@@ -141,7 +141,11 @@ class WorkerClient:
     async def _keep_connected(self) -> None:
         try:
             while True:
-                await self._run_stream()
+                try:
+                    await self._run_stream()
+                except Exception:  # a fault of ours must not leave the worker unconnected for good
+                    logger.exception("the stream to the %s worker at %s failed", self.role, self.address)
+                    self._disconnected("the coordinator's end failed")
                 self._adopt(await self._shake_hands_again())
         finally:
             self._disconnected("the coordinator is stopping")

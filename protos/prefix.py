@@ -4,6 +4,7 @@ Coordinator and workers compare prefixes by it without sending them. Knows token
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from protos.wire import pack_tokens
 
@@ -19,6 +20,12 @@ class TokenPrefix:
         self._tokens: list[int] = []
         self._hashes: list[int] = [0]
         self.extend(tokens)
+
+    def copy(self) -> Self:
+        """The same tokens, growing apart from here."""
+        other = type(self)()
+        other._tokens, other._hashes = self._tokens[:], self._hashes[:]
+        return other
 
     def __len__(self) -> int:
         """How many tokens there are."""

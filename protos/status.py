@@ -95,10 +95,11 @@ class TaskError(Exception):
 
     @property
     def worker_length(self) -> int | None:
-        """What an out-of-step worker holds; None for every other error."""
+        """What an out-of-step worker says that it holds, 0 if it does not; None for every other error."""
         for detail in self.details:
             if isinstance(detail, ErrorInfo) and detail.reason == "OUT_OF_STEP":
-                return int(detail.metadata["length"])
+                length = detail.metadata.get("length", "")
+                return int(length) if length.isdecimal() else 0
         return None
 
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\"A\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\"\xf0\x01\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x15\n\rend_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x14\n\x0ctask_credits\x18\n \x01(\r\x12\x14\n\x0c\x62yte_credits\x18\x0b \x01(\x04\"^\n\tTaskBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\"\n\x05tasks\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12\x19\n\x11released_sessions\x18\x03 \x03(\t\"F\n\nReplyBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12$\n\x07replies\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\"7\n\x06Sealed\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x99\x01\n\x0cSessionState\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\r\x12\x12\n\nstart_hash\x18\x06 \x01(\x06\x12\x0e\n\x06tokens\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x08 \x01(\x04\"L\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\"\xd5\x01\n\tDraftTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x11\n\tdraft_key\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Encoding\x12\x0f\n\x07support\x18\x07 \x01(\r\"(\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"(\n\x05QRows\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.outrider.v1.QRow\"\x8d\x01\n\x04QRow\x12(\n\x06sparse\x18\x01 \x01(\x0b\x32\x16.outrider.v1.SparseRowH\x00\x12$\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x14.outrider.v1.FullRowH\x00\x12)\n\x07one_hot\x18\x03 \x01(\x0b\x32\x16.outrider.v1.OneHotRowH\x00\x42\n\n\x08\x65ncoding\"(\n\tSparseRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x19\n\x07\x46ullRow\x12\x0e\n\x06\x63ounts\x18\x01 \x01(\x0c\"\x0b\n\tOneHotRow\"\xea\x01\n\nVerifyTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x11\n\tdraft_key\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x04rule\x18\x08 \x01(\x0e\x32\x11.outrider.v1.Rule\"\x93\x01\n\tTaskReply\x12)\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.outrider.v1.VerifyResultH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\t\n\x07outcome\"]\n\x0b\x44raftResult\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\"\xa4\x01\n\x0cVerifyResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\x19\n\x11num_unusable_rows\x18\x04 \x01(\r\x12\x1d\n\x15num_redraw_mismatches\x18\x05 \x01(\r\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\".\n\tWorkTimes\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0f\n\x07pass_ns\x18\x02 \x01(\x04*b\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x01\x12\x11\n\rENCODING_FULL\x10\x02\x12\x14\n\x10\x45NCODING_ONE_HOT\x10\x03*<\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x32\x8c\x01\n\x05\x44raft\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12>\n\x07Propose\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x32\x8c\x01\n\x06Target\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12=\n\x06Verify\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\"A\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\"\xf0\x01\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x15\n\rend_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x14\n\x0ctask_credits\x18\n \x01(\r\x12\x14\n\x0c\x62yte_credits\x18\x0b \x01(\x04\"^\n\tTaskBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\"\n\x05tasks\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12\x19\n\x11released_sessions\x18\x03 \x03(\t\"F\n\nReplyBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12$\n\x07replies\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\"7\n\x06Sealed\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x99\x01\n\x0cSessionState\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\r\x12\x12\n\nstart_hash\x18\x06 \x01(\x06\x12\x0e\n\x06tokens\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x08 \x01(\x04\"L\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\"\xe9\x01\n\tDraftTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x11\n\tdraft_key\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Encoding\x12\x0f\n\x07support\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\"(\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"(\n\x05QRows\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.outrider.v1.QRow\"\x8d\x01\n\x04QRow\x12(\n\x06sparse\x18\x01 \x01(\x0b\x32\x16.outrider.v1.SparseRowH\x00\x12$\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x14.outrider.v1.FullRowH\x00\x12)\n\x07one_hot\x18\x03 \x01(\x0b\x32\x16.outrider.v1.OneHotRowH\x00\x42\n\n\x08\x65ncoding\"(\n\tSparseRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x19\n\x07\x46ullRow\x12\x0e\n\x06\x63ounts\x18\x01 \x01(\x0c\"\x0b\n\tOneHotRow\"\xea\x01\n\nVerifyTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x11\n\tdraft_key\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x04rule\x18\x08 \x01(\x0e\x32\x11.outrider.v1.Rule\"\x93\x01\n\tTaskReply\x12)\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.outrider.v1.VerifyResultH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\t\n\x07outcome\"]\n\x0b\x44raftResult\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\"\xa4\x01\n\x0cVerifyResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\x19\n\x11num_unusable_rows\x18\x04 \x01(\r\x12\x1d\n\x15num_redraw_mismatches\x18\x05 \x01(\r\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\".\n\tWorkTimes\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0f\n\x07pass_ns\x18\x02 \x01(\x04*b\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x01\x12\x11\n\rENCODING_FULL\x10\x02\x12\x14\n\x10\x45NCODING_ONE_HOT\x10\x03*<\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x32\x8c\x01\n\x05\x44raft\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12>\n\x07Propose\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x32\x8c\x01\n\x06Target\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12=\n\x06Verify\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=2053
-  _globals['_ENCODING']._serialized_end=2151
-  _globals['_RULE']._serialized_start=2153
-  _globals['_RULE']._serialized_end=2213
+  _globals['_ENCODING']._serialized_start=2073
+  _globals['_ENCODING']._serialized_end=2171
+  _globals['_RULE']._serialized_start=2173
+  _globals['_RULE']._serialized_end=2233
   _globals['_HANDSHAKEREQUEST']._serialized_start=61
   _globals['_HANDSHAKEREQUEST']._serialized_end=126
   _globals['_WORKERINFO']._serialized_start=129
@@ -51,31 +51,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=752
   _globals['_SAMPLING']._serialized_end=828
   _globals['_DRAFTTASK']._serialized_start=831
-  _globals['_DRAFTTASK']._serialized_end=1044
-  _globals['_PROPOSAL']._serialized_start=1046
-  _globals['_PROPOSAL']._serialized_end=1086
-  _globals['_QROWS']._serialized_start=1088
-  _globals['_QROWS']._serialized_end=1128
-  _globals['_QROW']._serialized_start=1131
-  _globals['_QROW']._serialized_end=1272
-  _globals['_SPARSEROW']._serialized_start=1274
-  _globals['_SPARSEROW']._serialized_end=1314
-  _globals['_FULLROW']._serialized_start=1316
-  _globals['_FULLROW']._serialized_end=1341
-  _globals['_ONEHOTROW']._serialized_start=1343
-  _globals['_ONEHOTROW']._serialized_end=1354
-  _globals['_VERIFYTASK']._serialized_start=1357
-  _globals['_VERIFYTASK']._serialized_end=1591
-  _globals['_TASKREPLY']._serialized_start=1594
-  _globals['_TASKREPLY']._serialized_end=1741
-  _globals['_DRAFTRESULT']._serialized_start=1743
-  _globals['_DRAFTRESULT']._serialized_end=1836
-  _globals['_VERIFYRESULT']._serialized_start=1839
-  _globals['_VERIFYRESULT']._serialized_end=2003
-  _globals['_WORKTIMES']._serialized_start=2005
-  _globals['_WORKTIMES']._serialized_end=2051
-  _globals['_DRAFT']._serialized_start=2216
-  _globals['_DRAFT']._serialized_end=2356
-  _globals['_TARGET']._serialized_start=2359
-  _globals['_TARGET']._serialized_end=2499
+  _globals['_DRAFTTASK']._serialized_end=1064
+  _globals['_PROPOSAL']._serialized_start=1066
+  _globals['_PROPOSAL']._serialized_end=1106
+  _globals['_QROWS']._serialized_start=1108
+  _globals['_QROWS']._serialized_end=1148
+  _globals['_QROW']._serialized_start=1151
+  _globals['_QROW']._serialized_end=1292
+  _globals['_SPARSEROW']._serialized_start=1294
+  _globals['_SPARSEROW']._serialized_end=1334
+  _globals['_FULLROW']._serialized_start=1336
+  _globals['_FULLROW']._serialized_end=1361
+  _globals['_ONEHOTROW']._serialized_start=1363
+  _globals['_ONEHOTROW']._serialized_end=1374
+  _globals['_VERIFYTASK']._serialized_start=1377
+  _globals['_VERIFYTASK']._serialized_end=1611
+  _globals['_TASKREPLY']._serialized_start=1614
+  _globals['_TASKREPLY']._serialized_end=1761
+  _globals['_DRAFTRESULT']._serialized_start=1763
+  _globals['_DRAFTRESULT']._serialized_end=1856
+  _globals['_VERIFYRESULT']._serialized_start=1859
+  _globals['_VERIFYRESULT']._serialized_end=2023
+  _globals['_WORKTIMES']._serialized_start=2025
+  _globals['_WORKTIMES']._serialized_end=2071
+  _globals['_DRAFT']._serialized_start=2236
+  _globals['_DRAFT']._serialized_end=2376
+  _globals['_TARGET']._serialized_start=2379
+  _globals['_TARGET']._serialized_end=2519
 # @@protoc_insertion_point(module_scope)

@@ -123,7 +123,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class DraftTask(_message.Message):
-    __slots__ = ("state", "num_draft_tokens", "sampling", "draft_key", "choice", "encoding", "support")
+    __slots__ = ("state", "num_draft_tokens", "sampling", "draft_key", "choice", "encoding", "support", "vocab_size")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +131,7 @@ class DraftTask(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     state: SessionState
     num_draft_tokens: int
     sampling: Sampling
@@ -138,7 +139,8 @@ class DraftTask(_message.Message):
     choice: int
     encoding: Encoding
     support: int
-    def __init__(self, state: _Optional[_Union[SessionState, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., draft_key: _Optional[bytes] = ..., choice: _Optional[int] = ..., encoding: _Optional[_Union[Encoding, str]] = ..., support: _Optional[int] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, state: _Optional[_Union[SessionState, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., draft_key: _Optional[bytes] = ..., choice: _Optional[int] = ..., encoding: _Optional[_Union[Encoding, str]] = ..., support: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("tokens", "rows")

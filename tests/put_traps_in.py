@@ -99,8 +99,8 @@ TRAPS = [
     Trap(
         "tokens not drawn from their rows go unnoticed",
         "workers/jobs.py",
-        "if rows[i].draw(coin) != token:",
-        "if False:",
+        "Purpose.DRAFT)) != token",
+        "Purpose.DRAFT)) != token and False",
         "test_jobs",
     ),
     Trap(

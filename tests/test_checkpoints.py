@@ -173,7 +173,7 @@ def test_models_that_do_not_fit_are_refused(make: Make, changes: dict[str, Any],
 @pytest.mark.parametrize(
     "changes",
     [
-        {"layer_types": ["full_attention", "sliding_attention", "chunked_attention"]},
+        {"layer_types": ["full_attention", "sliding_attention"]},
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_scaling": None},
         {"model_type": "falcon", "alibi": False},

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from google.rpc.error_details_pb2 import BadRequest
 
+from protos.limits import MAX_DRAFT_TOKENS
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
 from protos.wire import digest, pack_tokens, unpack_tokens
@@ -37,7 +38,7 @@ from protos.worker_pb2 import (
     VerifyTask,
 )
 from workers.counts import CountRow, one_hot, quantise, quantise_full
-from workers.jobs import MAX_DRAFT_TOKENS, DraftJob, Job, VerifyJob
+from workers.jobs import DraftJob, Job, VerifyJob
 from workers.language_model import Feed, Logits
 from workers.passes import PassLoop, Work
 from workers.randomness import Purpose, uniform
@@ -152,6 +153,7 @@ def draft_task(where: SessionState, num_draft_tokens: int, **fields: Any) -> Dra
         "draft_key": DRAFT_KEY,
         "encoding": ENCODING_SPARSE,
         "support": SUPPORT,
+        "vocab_size": V,
     }
     return DraftTask(state=where, num_draft_tokens=num_draft_tokens, **{**defaults, **fields})
 
@@ -577,7 +579,7 @@ async def test_an_evicted_round_asked_again_gets_the_same_verdict_by_the_same_co
 
 @both_rules
 @pytest.mark.parametrize("position", range(4))
-async def test_a_token_that_its_row_does_not_give_is_counted_and_judged_as_one_hot_there_alone(
+async def test_a_token_that_its_row_does_not_give_is_counted_and_keeps_its_row(
     position: int, rule: int
 ) -> None:
     with_row, without = [], []
@@ -594,11 +596,11 @@ async def test_a_token_that_its_row_does_not_give_is_counted_and_judged_as_one_h
                 verify_task(state(prefix, round=round), tokens, rows, rule=rule, seed=SEED + round)
             )
             assert (reply.verify.num_redraw_mismatches, reply.verify.num_unusable_rows) == (1, 0)
-            judged_rows = [*rows[:position], one_hot(other), *rows[position + 1 :]]
-            expected = verdict_of(prefix, tokens, judged_rows, rule, seed=SEED + round)
+            expected = verdict_of(prefix, tokens, rows, rule, seed=SEED + round)
             assert judged(reply) == expected
-            without.append(expected)
-            with_row.append(verdict_of(prefix, tokens, rows, rule, seed=SEED + round))
+            with_row.append(expected)
+            one_hot_there = [*rows[:position], one_hot(other), *rows[position + 1 :]]
+            without.append(verdict_of(prefix, tokens, one_hot_there, rule, seed=SEED + round))
     assert with_row != without  # the two can be told apart
 
 

@@ -801,7 +801,7 @@ def fault_of(error: TaskError) -> str:
     return found[1]
 
 
-async def test_a_pass_that_fails_costs_its_own_tasks_and_leaves_slots_that_go_on(
+async def test_a_feed_that_breaks_its_pass_costs_its_own_task_and_leaves_slots_that_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The fault strikes in the middle of a pass: some slots of it were fed, some were not."""
@@ -827,12 +827,11 @@ async def test_a_pass_that_fails_costs_its_own_tasks_and_leaves_slots_that_go_on
         await until(lambda: len(worker.server._passes._arrived) == 4)
         gate.open()
         judged(await stream.reply(first))
-        faults = {fault_of(await stream.refusal(task_id)) for task_id in ids}
-        assert len(faults) == 1
-        assert faults.pop() in caplog.text
+        assert fault_of(await stream.refusal(ids[2])) in caplog.text
         assert "a secret of the model" in caplog.text
         assert await worker.health() == SERVING
-        for (name, text), reply in zip(texts.items(), await stream.ask(*tasks), strict=True):
+        replies = [await stream.reply(task_id) for task_id in (ids[0], ids[1], ids[3])]
+        for (name, text), reply in zip(texts.items(), replies, strict=True):
             verdict = judged(reply)
             assert verdict == verdict_of(text, *drafted[name])
             assert worker.held(name) == text + drafted[name][0][: verdict.num_accepted]
@@ -861,7 +860,7 @@ async def test_a_prefill_that_failed_half_way_goes_on_from_what_is_held() -> Non
 
 
 class Forgetful(TableModel):
-    """Loses the last array of each pass."""
+    """Loses the last array of each pass, and all of a pass over one feed."""
 
     def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
         return super().forward(feeds)[:-1]

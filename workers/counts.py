@@ -16,8 +16,6 @@ from workers.sampling import FloatArray
 
 SPARSE_TOTAL = 1 << 15  # counts of a sparse row fit 16 bits
 FULL_TOTAL = 1 << 31  # counts of a full row fit 32 bits
-DEFAULT_SUPPORT = 64  # chosen from the table of acceptance by support in ARCHITECTURE.md
-MAX_SUPPORT = 4096
 
 IntArray = NDArray[np.int64]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from protos.limits import MAX_DRAFT_TOKENS, MAX_SUPPORT
 from protos.status import TaskError
 from protos.wire import MAX_MESSAGE_BYTES, digest, pack_tokens, unpack_tokens
 from protos.worker_pb2 import (
@@ -27,7 +28,7 @@ from protos.worker_pb2 import (
     VerifyResult,
     VerifyTask,
 )
-from workers.counts import MAX_SUPPORT, CountRow, IntArray, one_hot, quantise, quantise_full
+from workers.counts import CountRow, IntArray, one_hot, quantise, quantise_full
 from workers.language_model import LanguageModel, Logits
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
@@ -35,7 +36,6 @@ from workers.sampling import FloatArray, SamplingSettings, probabilities
 from workers.slots import Slot, SlotTable, check_ids
 from workers.verification import Rule, Uniforms, UnusableTarget, verify
 
-MAX_DRAFT_TOKENS = 64
 MAX_KEY_BYTES = 64  # of the hash behind `uniform`
 
 
@@ -70,11 +70,12 @@ class DraftJob(Job):
                 "num_draft_tokens", f"is {task.num_draft_tokens}; the limit is {MAX_DRAFT_TOKENS}"
             )
         _check_key(task.draft_key)
-        self._make_row = _row_maker(task, model.vocab_size, model.output_ids)
+        self._make_row = _row_maker(task, model.output_ids)
         self._settings = settings_of(task.sampling)
         self._task = task
-        self._vocab_size = model.vocab_size
+        self._vocab_size = task.vocab_size
         self._out_of_time = out_of_time
+        self._num_columns = _num_columns(task, model)
         self._tokens: list[int] = []
         self._rows: list[CountRow] = []
         self.slot, self.pending = slots.enter(task.state, max(task.num_draft_tokens - 1, 0))
@@ -84,7 +85,7 @@ class DraftJob(Job):
         """Draw one token, unless time is up or the row is no distribution."""
         if self._task.num_draft_tokens == 0 or self._out_of_time():
             return self._reply()
-        q = probabilities(logits, self._settings)[0]
+        q = probabilities(logits[:, : self._num_columns], self._settings)[0]
         if not np.isfinite(q).all():
             return self._reply()  # the tokens before a row that cannot be computed are good
         base_length = self._task.state.base_length
@@ -128,9 +129,8 @@ class VerifyJob(Job):
     def advance(self, logits: Logits) -> TaskReply:
         """Accept, recover or draw the bonus, and cut the cache behind the accepted tokens."""
         p = probabilities(logits, self._settings)
-        rows, num_mismatches = self._redrawn_rows()
         try:
-            verdict = verify(p, rows, self._tokens, self._uniforms(), self._rule)
+            verdict = verify(p, self._rows, self._tokens, self._uniforms(), self._rule)
         except UnusableTarget as error:
             raise TaskError.internal(f"session {self.slot.session}: {error}") from None
         self._slots.cut(self.slot, self._task.state.base_length + verdict.num_accepted)
@@ -139,21 +139,22 @@ class VerifyJob(Job):
             num_accepted=verdict.num_accepted,
             token=verdict.token,
             num_unusable_rows=self._num_unusable,
-            num_redraw_mismatches=num_mismatches,
+            num_redraw_mismatches=self._num_mismatches(),
         )
         return TaskReply(verify=result)
 
-    def _redrawn_rows(self) -> tuple[list[CountRow], int]:
-        """The rows, one-hot where drawing again gives another token: it was not drawn from its row."""
+    def _num_mismatches(self) -> int:
+        """How many tokens are not what their row gives for the draft key.
+
+        They keep their row: a drafter with coins of its own may still have drawn from it, and judging only
+        some of its tokens as one-hot would bias. It is the coordinator's to leave such a drafter alone.
+        """
         base_length = self._task.state.base_length
-        rows = list(self._rows)
-        for i, token in enumerate(self._tokens):
-            coin = uniform(
-                self._task.draft_key, self._task.choice, base_length, base_length + i, Purpose.DRAFT
-            )
-            if rows[i].draw(coin) != token:
-                rows[i] = one_hot(token)
-        return rows, sum(new is not old for new, old in zip(rows, self._rows, strict=True))
+        key, choice = self._task.draft_key, self._task.choice
+        return sum(
+            row.draw(uniform(key, choice, base_length, base_length + i, Purpose.DRAFT)) != token
+            for i, (row, token) in enumerate(zip(self._rows, self._tokens, strict=True))
+        )
 
     def _uniforms(self) -> Uniforms:
         key = self._task.seed.to_bytes(8, "little")
@@ -167,6 +168,20 @@ class VerifyJob(Job):
             recover=[draw(i, Purpose.RECOVER) for i in range(num_drafts)],
             bonus=draw(num_drafts, Purpose.BONUS),
         )
+
+
+def _num_columns(task: DraftTask, model: LanguageModel) -> int:
+    """The logit columns whose ids the target knows: columns are in the order of their ids."""
+    if task.vocab_size < 1:
+        raise TaskError.invalid("vocab_size", f"is {task.vocab_size}; it must be at least 1")
+    if model.output_ids is None:
+        return min(task.vocab_size, model.vocab_size)
+    num_columns = int(np.searchsorted(model.output_ids, task.vocab_size))
+    if num_columns == 0:
+        raise TaskError.invalid(
+            "vocab_size", f"is {task.vocab_size}, below every id that this drafter scores"
+        )
+    return num_columns
 
 
 def settings_of(message: Sampling) -> SamplingSettings:
@@ -190,16 +205,14 @@ def _rule_of(task: VerifyTask) -> Rule:
     return rules[task.rule]
 
 
-def _row_maker(
-    task: DraftTask, vocab_size: int, output_ids: IntArray | None
-) -> Callable[[FloatArray], CountRow]:
+def _row_maker(task: DraftTask, output_ids: IntArray | None) -> Callable[[FloatArray], CountRow]:
     """From q `[C]` to the row that is drawn from and shipped."""
     if task.encoding == ENCODING_SPARSE:
         if not 1 <= task.support <= MAX_SUPPORT:
             raise TaskError.invalid("support", f"is {task.support}; it must lie in 1..{MAX_SUPPORT}")
         return lambda q: quantise(q, task.support, output_ids)
     if task.encoding == ENCODING_FULL:
-        num_bytes = 4 * vocab_size * task.num_draft_tokens
+        num_bytes = 4 * task.vocab_size * task.num_draft_tokens
         if num_bytes > MAX_MESSAGE_BYTES // 4:
             raise TaskError.invalid("encoding", f"is FULL, which takes {num_bytes} bytes; draft fewer tokens")
         return lambda q: quantise_full(q, output_ids)

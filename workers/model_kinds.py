@@ -10,7 +10,7 @@ Json = dict[str, Any]
 
 FITTING = "a decoder with attention layers only, such as Llama, Mistral, Qwen2, Qwen3 or Gemma 3"
 
-_TRIMMABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_TRIMMABLE_LAYERS = {"full_attention", "sliding_attention"}
 _STATEFUL_MODEL_TYPES = {  # transformers 5.24: classes with _is_stateful, and those with convolution layers
     *("bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid"),
     *(

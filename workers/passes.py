@@ -116,13 +116,13 @@ class PassLoop:
             self._thread.shutdown(wait=False)  # a pass that hangs must not hold up the event loop
 
     async def _wait_for_work(self) -> None:
-        """Until something arrives; looks after expired leases meanwhile."""
+        """Until something arrives, or for a second: leases run out meanwhile."""
         self._wake.clear()
         while not self._arrived and not self._released:
             try:
                 await asyncio.wait_for(self._wake.wait(), timeout=1.0)
             except TimeoutError:
-                self._slots.expire()  # no pass runs now
+                return
 
     def _step(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
         """One turn on the model's thread: releases, arrivals, a pass. Returns what is answered."""
@@ -182,9 +182,11 @@ class PassLoop:
             if len(all_logits) != len(plan):
                 raise ValueError(f"the model answered {len(all_logits)} of {len(plan)} feeds")
         except Exception:
-            fault = _error(_fault("a pass failed"))
-            for work, _, _ in plan:
-                self._finish(work, fault, answered)
+            fault = _fault("a pass failed")
+            if len(plan) == 1:
+                self._finish(plan[0][0], _error(fault), answered)
+            for alone in plan if len(plan) > 1 else ():  # find the one at fault; the others go on
+                self._run_pass([alone], answered)
             return
         pass_ns = time.monotonic_ns() - started_ns
         for (work, job, feed), logits in zip(plan, all_logits, strict=True):

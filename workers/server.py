@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -142,7 +142,7 @@ class WorkerServer:
 
     async def serve_stream(
         self, batches: AsyncIterator[TaskBatch], kind: MessageType[DraftTask | VerifyTask]
-    ) -> AsyncIterator[ReplyBatch]:
+    ) -> AsyncGenerator[ReplyBatch, None]:
         """One coordinator's stream: tasks in as they come, replies out as they are ready."""
         stream = TaskStream(self._passes, kind, self._config.task_credits, self._config.byte_credits)
         reader = asyncio.create_task(stream.read(batches))
@@ -177,11 +177,13 @@ class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
     async def Propose(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
     ) -> AsyncIterator[ReplyBatch]:
-        async for replies in self._worker.serve_stream(batches, DraftTask):
-            yield replies
+        async with contextlib.aclosing(self._worker.serve_stream(batches, DraftTask)) as stream:
+            async for replies in stream:
+                yield replies
 
     async def Verify(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
     ) -> AsyncIterator[ReplyBatch]:
-        async for replies in self._worker.serve_stream(batches, VerifyTask):
-            yield replies
+        async with contextlib.aclosing(self._worker.serve_stream(batches, VerifyTask)) as stream:
+            async for replies in stream:
+                yield replies

@@ -4,7 +4,6 @@ Knows sealed messages, generations and credits; hands tasks to the pass loop and
 """
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator
 
 from protos.status import TaskError
@@ -97,8 +96,6 @@ class TaskStream:
 
 def _question(task: DraftTask | VerifyTask) -> bytes:
     """What a round is asked: all of its task but where it stands and the drafts, which the digest names."""
-    question = copy.deepcopy(task)
-    question.ClearField("state")
-    if isinstance(question, VerifyTask):
-        question.ClearField("proposal")
+    left_out = {"state", "proposal"}
+    question = type(task)(**{f.name: value for f, value in task.ListFields() if f.name not in left_out})
     return question.SerializeToString(deterministic=True)
