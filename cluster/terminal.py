@@ -51,7 +51,7 @@ def styled(tokens: Iterable[Token]) -> Text:
 
 def legend(*, with_draft: bool) -> Text:
     """What the styles mean, in one line."""
-    origins = [ORIGIN_ACCEPTED, ORIGIN_RECOVERED, ORIGIN_BONUS] if with_draft else [ORIGIN_PLAIN]
+    origins = list(_MEANINGS) if with_draft else [ORIGIN_PLAIN]
     text = Text()
     for i, origin in enumerate(origins):
         name, meaning = _MEANINGS[origin]

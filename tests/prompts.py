@@ -1,7 +1,6 @@
 """Questions for tests that need real text: Spec-Bench's where a copy lies at hand, else the project's own.
 
-A copy is a file in Spec-Bench's format (one JSON object a line: category, turns) at OUTRIDER_SPEC_BENCH, or
-at shared/data/spec_bench.jsonl beside the project's folder.
+OUTRIDER_SPEC_BENCH names a copy: a file of one JSON object a line, with `category` and `turns`.
 """
 
 import json
@@ -10,12 +9,11 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-_BESIDE = _FOLDER.parents[1] / "shared" / "data" / "spec_bench.jsonl"
 
 
 def first_questions(count: int) -> list[str]:
     """The first turns of at most `count` questions, from every category in turn, its short ones first."""
-    file = Path(os.environ.get("OUTRIDER_SPEC_BENCH", _BESIDE))
+    file = Path(os.environ.get("OUTRIDER_SPEC_BENCH", ""))
     if not file.is_file():
         file = _FOLDER / "prompts.jsonl"
     by_category: dict[str, list[str]] = {}
