@@ -45,6 +45,8 @@ class Drafter:
         self.max_length = client.info.max_length  # positions that the drafter holds of a session
         self._client = client
         self._settings = settings
+        self._num_slots = client.info.num_slots
+        self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
         self._num_failures = 0
@@ -77,13 +79,22 @@ class Drafter:
 
     def forget(self, session: Session) -> None:
         """The session is over."""
+        self._seated.discard(session.id)
         prefill = self._prefills.pop(session.id, None)
         if prefill is not None:
             prefill.cancel()
         self._client.release(session.id)
 
     def _is_ready(self, session: Session) -> bool:
-        """Whether the drafter holds the session; starts bringing it up to date when it does not."""
+        """Whether the drafter holds the session; starts bringing it up to date when it does not.
+
+        With more sessions than the drafter has slots, the later ones go plainly until a slot is free: taking
+        turns in the slots would prefill more than it drafts.
+        """
+        if session.id not in self._seated:
+            if len(self._seated) >= self._num_slots:
+                return False
+            self._seated.add(session.id)
         if time.monotonic() < self._not_before:
             session.tally.num_fallbacks += 1
             return False

@@ -512,7 +512,7 @@ async def test_a_drafter_whose_tokens_are_not_those_of_its_rows_is_left_alone() 
 
 @contextlib.asynccontextmanager
 async def scripted_drafter() -> AsyncIterator[tuple[ScriptedWorker, Drafter]]:
-    worker = ScriptedWorker("draft", worker_info(task_credits=5000))
+    worker = ScriptedWorker("draft", worker_info(task_credits=5000, num_slots=5000))
     async with worker.served() as address:
         client = WorkerClient("draft", address, "c")
         await client.start()
@@ -825,13 +825,16 @@ async def test_a_target_that_never_gives_a_verdict_ends_the_request_when_patienc
 # ---- workers that forget
 
 
-async def test_a_drafter_with_fewer_slots_than_sessions_forgets_and_is_told_again() -> None:
+async def test_with_fewer_draft_slots_than_sessions_the_later_ones_go_plainly_until_one_is_free() -> None:
+    """Guards against sessions that take turns in the slots and prefill more than they draft."""
     async with deployment(Worker("target", TARGET, latency=0.004), Worker("draft", DRAFT, num_slots=2)) as d:
-        await asyncio.gather(*(d.text(150, [i, i + 1]) for i in range(4)))
+        lengths = [60, 60, 60, 200]
+        texts = await asyncio.gather(*(d.text(n, [i, i + 1]) for i, n in enumerate(lengths)))
         states = [unseal(sealed, DraftTask).state for sealed in d.to_draft.tasks]
         told = Counter(state.session for state in states if state.start == 0)
-        assert max(told.values()) > 1, "a session that was forgotten is told from its beginning"
-        assert all(count >= 1 for count in told.values())
+        assert set(told.values()) == {1}, "no session loses its slot to another"
+        assert texts[3].usage.num_drafts > 5, "the last one drafts once the first ones are through"
+        assert all(text.usage.num_fallbacks == 0 for text in texts)
         await d.all_is_free()
 
 

@@ -733,5 +733,6 @@ async def test_in_a_crowd_that_joins_leaves_and_aborts_every_greedy_text_is_its_
             )
         )
         await all_is_free(service)
+        await eventually(lambda: service.coordinator._service.num_running == 0)
         for i in range(40):
             assert not (await service.stub.Abort(AbortRequest(request_id=str(i)))).aborted
