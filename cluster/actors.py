@@ -116,10 +116,6 @@ class _Worker(_Actor):
         """Load the model and serve it; returns the address. Raises ModelRefused when the model does not
         fit.
         """
-        # Drafter and target take turns, and torch's idle threads would spin for a while on cores that by then
-        # are the other's: 4 times slower where the cores are busy. Must be set before torch is loaded.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
         from workers.checkpoints import check
         from workers.server import ModelIdentity, WorkerConfig, WorkerServer
         from workers.transformers_model import TransformersModel

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-# Threads that wait by spinning starve each other where cores are few and shared. Read when torch loads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests run in as many processes as there are cores; more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from workers.checkpoints import ModelUnreachable, Role, resolve
 
