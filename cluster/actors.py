@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from protos.settings import Settings
 from protos.status import TaskError
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 10.0  # what SIGTERM leaves to the tasks at hand
 
 
-class WorkerSettings(BaseModel):
+class WorkerSettings(Settings):
     """Which model a worker loads, and how."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # for people
     folder: Path

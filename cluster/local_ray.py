@@ -16,20 +16,19 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cluster.actors import CoordinatorActor, DrafterActor, TargetActor, WorkerSettings
 from cluster.processes import end_session
+from protos.settings import Settings
 
 STOP = "stop"
 OBJECT_STORE_BYTES = 100_000_000  # nothing of size travels through it
 DRAIN_SECONDS = 5.0
 
 
-class Plan(BaseModel):
+class Plan(Settings):
     """What runs in a private deployment."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: WorkerSettings
     draft: WorkerSettings | None  # None: plain decoding

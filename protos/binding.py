@@ -3,13 +3,13 @@
 import ipaddress
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from protos.settings import Settings
 
 
-class Binding(BaseModel):
+class Binding(Settings):
     """Where a server listens: loopback, or elsewhere with `insecure` said outright."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
