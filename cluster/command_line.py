@@ -28,7 +28,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 an option or the prompt was refused; 130 ended by Ctrl-C."
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed, also for a model that cannot be used; 2 an option or the prompt was"
+    " refused; 130 ended by Ctrl-C."
+)
 
 
 @app.callback(epilog=EXIT_CODES)
@@ -44,14 +47,17 @@ def outrider(
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="The text to continue or answer; '-' reads standard input.")],
     target: Annotated[
-        str, typer.Option(help="The model whose words these are: 'demo', a folder or a hub id.")
+        str,
+        typer.Option(help="The model to write with: demo, a folder, or a hub id (org/name@revision)."),
     ] = "demo",
     draft: Annotated[
-        str, typer.Option(help="The model that proposes tokens, or 'none' for plain decoding.")
+        str, typer.Option(help="The model that proposes tokens: as for --target, or none for plain decoding.")
     ] = "demo",
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a round (K); 0 is plain decoding.")] = 3,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a round (K), 64 at most; 0 for none.")] = 3,
     # Not the model's own law, 1.0: at that, a small chat model wanders off within two sentences.
-    temperature: Annotated[float, typer.Option(help="0 is greedy; 1 is the model's own law.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy, 1 the model's own law, 100 the limit.")
+    ] = 0.7,
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 keeps all.")] = 1.0,
     min_p: Annotated[
@@ -59,7 +65,7 @@ def generate_command(
     ] = 0.0,
     seed: Annotated[
         int | None,
-        typer.Option(help="Repeats a run; a fresh one otherwise, and said."),
+        typer.Option(help="Repeats a run with the same options; a fresh one otherwise, and said."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     chat: Annotated[

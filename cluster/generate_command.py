@@ -35,18 +35,18 @@ def generate_text(wish: Wish, *, startup_seconds: float, as_json: bool) -> int:
             raise Refused(f"startup_timeout is {startup_seconds}; it must lie above 0")
         generation = _run(wish, startup_seconds, None if as_json else out, err)
     except Refused as error:
-        return _say_error(err, error, REFUSED)
+        return _say_error(err, _with_options(str(error)), REFUSED)
     except GenerationFailed as error:
-        return _say_error(err, error, REFUSED if error.refused else FAILED)
+        return _say_error(err, str(error), REFUSED if error.refused else FAILED)
     except BrokenPipeError:  # whoever read the text has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
         return FAILED
     except (ModelRefused, DeploymentFailed, DoesNotFit) as error:
-        return _say_error(err, error, FAILED)
+        return _say_error(err, str(error), FAILED)
     if as_json:
         print(json.dumps(generation.as_json()))
     else:
-        err.print(figures(generation), style="dim", soft_wrap=True)
+        err.print(figures(generation), style="dim", soft_wrap=not err.is_terminal)
     return DONE
 
 
@@ -59,7 +59,7 @@ def _run(wish: Wish, startup_seconds: float, out: Console | None, err: Console) 
             steps.say("Reading the prompt")
             if out is None:
                 return generate(address, run.request, lambda tokens: None)
-            screen = _Screen(out, err, steps, with_draft=run.plan.draft is not None)
+            screen = _Screen(out, err, steps, has_legend=run.plan.draft is not None)
             tail = ""
             try:
                 generation = generate(address, run.request, screen.show)
@@ -72,11 +72,11 @@ def _run(wish: Wish, startup_seconds: float, out: Console | None, err: Console) 
 class _Screen:
     """The text on standard output as it comes: in colours on a terminal, as it is elsewhere."""
 
-    def __init__(self, out: Console, err: Console, steps: Steps, *, with_draft: bool) -> None:
+    def __init__(self, out: Console, err: Console, steps: Steps, *, has_legend: bool) -> None:
         self._out = out
         self._err = err
         self._steps = steps
-        self._with_draft = with_draft
+        self._has_legend = has_legend
         self._begun = False
 
     def show(self, tokens: list[Token]) -> None:
@@ -84,8 +84,8 @@ class _Screen:
         if not self._begun:
             self._begun = True
             self._steps.end()
-            if self._out.is_terminal:
-                self._err.print(legend(with_draft=self._with_draft), soft_wrap=True)
+            if self._out.is_terminal and self._has_legend:
+                self._err.print(legend())
         if self._out.is_terminal:
             self._out.print(styled(tokens), end="", soft_wrap=True)
         else:
@@ -110,6 +110,18 @@ def _read_prompt(prompt: str) -> str:
         raise Refused(f"prompt on standard input is not UTF-8 at byte {error.start}") from None
 
 
-def _say_error(err: Console, error: Exception, code: int) -> int:
-    err.print(Text("Error: ", "bold red") + Text(str(error), "not bold default"), soft_wrap=True)
+_OPTIONS = {"num_draft_tokens": "--draft-tokens", "startup_timeout": "--startup-timeout"} | {
+    name: "--" + name.replace("_", "-")
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+}
+
+
+def _with_options(sentence: str) -> str:
+    """The sentence with the option that was typed in place of the field that it became."""
+    field, _, rest = sentence.partition(" ")
+    return f"{_OPTIONS.get(field, field)} {rest}"
+
+
+def _say_error(err: Console, error: str, code: int) -> int:
+    err.print(Text("Error: ", "bold red") + Text(error, "not bold default"), soft_wrap=True)
     return code

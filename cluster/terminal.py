@@ -26,10 +26,10 @@ STYLES = {
     ORIGIN_PLAIN: Style(),
 }
 _MEANINGS = {
-    ORIGIN_ACCEPTED: ("accepted", "drafted and kept"),
-    ORIGIN_RECOVERED: ("recovered", "the target's instead of a rejected draft"),
-    ORIGIN_BONUS: ("bonus", "the target's after a draft kept whole"),
-    ORIGIN_PLAIN: ("plain", "decoded without a draft"),
+    ORIGIN_ACCEPTED: ("accepted", "drafted, kept"),
+    ORIGIN_RECOVERED: ("recovered", "instead of a rejected draft"),
+    ORIGIN_BONUS: ("bonus", "behind a draft kept whole"),
+    ORIGIN_PLAIN: ("plain", "no draft"),
 }
 # Control characters could move the cursor or worse; they are shown as their pictures instead.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
@@ -49,15 +49,13 @@ def styled(tokens: Iterable[Token]) -> Text:
     return text
 
 
-def legend(*, with_draft: bool) -> Text:
+def legend() -> Text:
     """What the styles mean, in one line."""
-    origins = list(_MEANINGS) if with_draft else [ORIGIN_PLAIN]
     text = Text()
-    for i, origin in enumerate(origins):
-        name, meaning = _MEANINGS[origin]
-        text.append(", " if i else "")
-        text.append(name, STYLES[origin])
-        text.append(f" {meaning}")
+    for name, meaning, style in [(*_MEANINGS[origin], STYLES[origin]) for origin in _MEANINGS]:
+        text.append(" · " if text else "")
+        text.append(name, style)
+        text.append(f": {meaning}")
     return text
 
 
@@ -72,6 +70,7 @@ def figures(generation: Generation) -> Text:
         parts.append(f"{generation.tokens_per_second:.1f} tokens/s")
     parts.append(_plural(usage.num_rounds, "round"))
     if usage.num_draft_tokens:
+        parts.append(f"{usage.num_drafts} with a draft")
         parts.append(
             f"{usage.num_accepted_tokens} of {usage.num_draft_tokens} draft tokens accepted"
             f" ({usage.acceptance_rate:.1%})"

@@ -22,6 +22,7 @@ Role = Literal["draft", "target"]
 Json = dict[str, Any]
 
 DEMO_NAMES = ("demo", "smollm2-135m-instruct", "smollm2-135m-demo-draft")
+HUB_SECONDS = 10.0
 HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -102,10 +103,15 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
     repository, _, revision = name.partition("@")
     instead = "give a local folder, or 'demo'"
     progress(f"Fetching {name} from the hub, or from its cache")
+    huggingface_hub.utils.logging.set_verbosity_error()  # its retries are no news to a user
     try:
         # Only the top folder: repositories keep other formats of the same weights below it.
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]
+            repository,
+            revision=revision or None,
+            allow_patterns=list(HUB_FILES),
+            ignore_patterns=["*/*"],
+            local_files_only=not _hub_answers(repository, revision),
         )
     except errors.GatedRepoError:
         raise ModelUnreachable(
@@ -127,6 +133,20 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
             f"check the connection, or {instead}."
         ) from error
     return Path(folder)
+
+
+def _hub_answers(repository: str, revision: str) -> bool:
+    """Asked once and briefly: a download without a network would be tried for half a minute."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        huggingface_hub.model_info(repository, revision=revision or None, timeout=HUB_SECONDS)
+    except errors.HfHubHTTPError:  # no such model or revision, or gated: an answer, which says why
+        raise
+    except Exception:  # the network's errors are those of whichever library the hub's uses
+        return False
+    return True
 
 
 def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:

@@ -121,7 +121,14 @@ def _make_once(name: str, source: str, make: Callable[[Path], None], progress: P
     finished = cache_folder() / name
     if _is_complete(finished, source):
         return finished
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_folder()).close()
+    except OSError as error:
+        raise ModelRefused(
+            f"The cache folder {cache_folder()} cannot be written ({error.strerror}): name another one in "
+            "OUTRIDER_CACHE."
+        ) from error
     with _lock(cache_folder() / f"{name}.lock", progress):
         if _is_complete(finished, source):  # another process has made it meanwhile
             return finished
@@ -131,9 +138,7 @@ def _make_once(name: str, source: str, make: Callable[[Path], None], progress: P
         try:
             make(making)
             for file in making.iterdir():
-                file.chmod(
-                    0o644
-                )  # safetensors writes 0600, but an image may be built and run by different users
+                file.chmod(0o644)  # safetensors writes 0600; an image may be built and run by other users
             sizes = {file.name: file.stat().st_size for file in making.iterdir()}
             _write_json(making / _MANIFEST, {"source": source, "sizes": sizes})
             if finished.exists():
