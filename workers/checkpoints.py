@@ -99,11 +99,12 @@ def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
 def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
+    from huggingface_hub.utils import logging as hub_logging
 
     repository, _, revision = name.partition("@")
     instead = "give a local folder, or 'demo'"
     progress(f"Fetching {name} from the hub, or from its cache")
-    huggingface_hub.utils.logging.set_verbosity_error()  # its retries are no news to a user
+    hub_logging.set_verbosity_error()  # its retries are no news to a user
     try:
         # Only the top folder: repositories keep other formats of the same weights below it.
         folder = huggingface_hub.snapshot_download(
@@ -125,6 +126,11 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
         raise ModelUnreachable(
             f"Model {name!r} is not on the hub, or is private: check the spelling, run `hf auth login`, "
             f"or {instead}."
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise ModelUnreachable(
+            f"Model {name!r} is no local folder, the hub does not answer, and its cache has no copy: "
+            f"check the connection, or {instead}."
         ) from None
     except (OSError, errors.RevisionResolutionError) as error:  # no network, refused by a proxy, disk full
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
