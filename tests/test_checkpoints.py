@@ -368,7 +368,7 @@ def hub_error(kind: type[errors.HfHubHTTPError]) -> Exception:
         ),
         (hub_error(errors.RevisionNotFoundError), "'org/name' has no revision 'v1'"),
         (hub_error(errors.HfHubHTTPError), "could not be fetched from the hub .no"),
-        (errors.LocalEntryNotFoundError("no connection"), "no connection.*local folder, or 'demo'"),
+        (errors.LocalEntryNotFoundError("no connection"), "does not answer.*local folder, or 'demo'"),
         (OSError(28, "No space left on device"), "No space left on device"),
     ],
 )
