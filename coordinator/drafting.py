@@ -53,6 +53,8 @@ class Drafter:
 
     async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
         """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
+        if len(session.tokens) > self.max_length:
+            self._give_up(session)
         if num_draft_tokens == 0 or not self._is_ready(session):
             return Proposal()
         try:
@@ -63,10 +65,11 @@ class Drafter:
             session.tally.num_fallbacks += 1
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:
                 logger.warning("session %s goes on without drafts: %s", session.id, error.message)
-                session.num_draft_tokens = 0  # this session is beyond the drafter; others are not
+                self._give_up(session)
             elif error.worker_length is None:
                 self._failed(error)
             return Proposal()
+        self._num_failures = 0
         return proposal
 
     def blame(self, session: Session, fault: str) -> None:
@@ -84,6 +87,12 @@ class Drafter:
         if prefill is not None:
             prefill.cancel()
         self._client.release(session.id)
+
+    def _give_up(self, session: Session) -> None:
+        """This session is beyond the drafter, though others are not: it goes on plainly, its slot is free."""
+        if session.num_draft_tokens:
+            session.num_draft_tokens = 0
+            self.forget(session)
 
     def _is_ready(self, session: Session) -> bool:
         """Whether the drafter holds the session; starts bringing it up to date when it does not.
@@ -116,7 +125,7 @@ class Drafter:
             await self._ask(session, 0, self._settings.prefill_timeout_seconds)
         except TaskError as error:
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:
-                session.num_draft_tokens = 0
+                self._give_up(session)
             else:
                 self._failed(error)
         finally:
@@ -144,11 +153,12 @@ class Drafter:
         if not reply.HasField("draft"):
             raise TaskError.data_loss(f"the drafter's answer is {reply.WhichOneof('outcome')}, not a draft")
         proposal = reply.draft.proposal
+        if len(proposal.tokens) % 4:
+            raise TaskError.data_loss(f"the drafter's tokens are {len(proposal.tokens)} bytes")
         tokens = unpack_tokens(proposal.tokens, "proposal.tokens")
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
             raise TaskError.data_loss(f"the drafter's tokens are {tokens}; asked for {num_draft_tokens}")
         seat.epoch, seat.length = epoch, length
-        self._num_failures = 0
         return proposal
 
     def _failed(self, error: TaskError) -> None:

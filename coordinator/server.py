@@ -158,11 +158,11 @@ class CoordinatorServer:
             reflection.enable_server_reflection(
                 (name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
             )
-        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        port = self._server.add_insecure_port(self._config.address(self._config.port))
         await self._server.start()
         for served in self._service_names:
             await self._health.set(served, health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._config.host}:{port}"
+        return self._config.address(port)
 
 
 def check_fit(target: WorkerInfo, draft: WorkerInfo | None = None) -> None:

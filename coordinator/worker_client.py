@@ -30,6 +30,7 @@ from protos.worker_pb2 import (
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
+FLUSH_SECONDS = 1.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
 MAX_KEPT_RELEASES = 4096  # for a worker that is away; further slots are freed by their lease
 RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
@@ -52,7 +53,8 @@ class WorkerClient:
         self._epoch = 0
         self._task_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[TaskReply]] = {}
-        self._outgoing: list[Sealed] = []
+        self._outgoing: list[tuple[str, Sealed]] = []  # with the session of each
+        self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._wake = asyncio.Event()
         self._credits = _Credits()
@@ -87,7 +89,11 @@ class WorkerClient:
         return info
 
     async def stop(self) -> None:
-        """Close the stream; what is in flight fails with UNAVAILABLE."""
+        """Send the releases that wait and close the stream; what is in flight fails with UNAVAILABLE."""
+        if self._info is not None and self._released:
+            self._flushed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._flushed.wait(), FLUSH_SECONDS)
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._channel.close()
@@ -122,7 +128,7 @@ class WorkerClient:
         task_id = next(self._task_ids)
         future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
-        self._outgoing.append(seal(task_id, task))
+        self._outgoing.append((task.state.session, seal(task_id, task)))
         self._wake.set()
         try:
             return await future
@@ -204,11 +210,17 @@ class WorkerClient:
                 await self._wake.wait()
                 await asyncio.sleep(0)  # sessions that were woken by the same message go out together
                 self._wake.clear()
-                tasks = [task for task in self._outgoing if task.task_id in self._waiting]
-                self._outgoing = []
                 released, self._released = self._released, []
+                tasks = [
+                    task
+                    for session, task in self._outgoing
+                    if task.task_id in self._waiting and session not in released
+                ]
+                self._outgoing = []
                 batch = TaskBatch(generation=self._generation, tasks=tasks, released_sessions=released)
                 await call.write(batch)
+                if not self._released:
+                    self._flushed.set()
 
     async def _read(self, call: Any) -> None:
         batches: AsyncIterator[ReplyBatch | None] = aiter(call)

@@ -23,6 +23,10 @@ class Binding(Settings):
         except ValueError:  # a name, which may resolve to anything
             return False
 
+    def address(self, port: int) -> str:
+        """host:port as gRPC writes it."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
     @model_validator(mode="after")
     def _check_host(self) -> Self:
         if not (self.is_loopback or self.insecure):

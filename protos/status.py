@@ -99,7 +99,7 @@ class TaskError(Exception):
         for detail in self.details:
             if isinstance(detail, ErrorInfo) and detail.reason == "OUT_OF_STEP":
                 length = detail.metadata.get("length", "")
-                return int(length) if length.isdecimal() else 0
+                return int(length) if length.isdecimal() and len(length) <= 10 else 0
         return None
 
 

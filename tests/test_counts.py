@@ -223,3 +223,9 @@ def test_a_one_hot_row_is_certain_of_its_token(token: int) -> None:
     assert row.q_of(token + 1) == 0.0
     assert row.q_of(token - 1) == 0.0
     assert [row.draw(uniform) for uniform in (0.0, 0.5, ALMOST_ONE)] == [token] * 3
+
+
+def test_a_full_row_of_the_first_columns_names_their_ids() -> None:
+    """A target that knows fewer ids than the drafter cuts the columns, not the list of their ids."""
+    row = quantise_full(np.array([0.25, 0.75]), np.array([0, 2, 5]))
+    assert row.ids.tolist() == [0, 2]

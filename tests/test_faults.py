@@ -679,6 +679,37 @@ async def test_patience_begins_when_the_target_is_lost_not_when_the_round_began(
         await running
 
 
+async def test_a_connection_that_breaks_in_a_long_prefill_costs_no_patience() -> None:
+    """The target goes on with the job at work; the task that is asked again takes it over."""
+    async with deployment(Worker("target", TARGET, latency=0.04), target_patience_seconds=0.3) as d:
+        prompt = [1, 2, 3, 4] * 480  # 30 passes of 64 tokens, 1.2 s
+        running = asyncio.create_task(d.text(5, prompt, num_draft_tokens=0))
+        await asyncio.sleep(0.3)
+        d.to_target.cut()
+        await running
+        assert d.target.life is not None
+
+
+async def test_a_session_beyond_the_drafters_context_gives_its_slot_to_another() -> None:
+    target = Worker("target", TARGET, latency=0.002)
+    async with deployment(target, Worker("draft", DRAFT, num_slots=1, max_length=24)) as d:
+        long = asyncio.create_task(d.text(300, [1]))
+        await eventually(lambda: d.target.num_slots_used == 1)
+        await asyncio.sleep(0.3)
+        assert (await d.text(15, [2])).usage.num_drafts > 0
+        assert (await long).usage.num_drafts > 0
+
+
+async def test_the_pause_grows_for_a_drafter_that_answers_but_draws_nothing() -> None:
+    broken = Worker("draft", lambda prefix: np.full(V, np.nan))
+    async with deployment(Worker("target", TARGET, latency=0.005), broken) as d:
+        usage = (await d.text(400, [1])).usage
+        assert usage.num_fallbacks > 350
+        tasks = [unseal(sealed, DraftTask) for sealed in d.to_draft.tasks]
+        asked = [task for task in tasks if task.num_draft_tokens]
+        assert 2 <= len(asked) <= 5, "after 0.2, 0.6, 1.4 and 3 seconds"
+
+
 async def test_a_target_that_comes_back_as_another_model_is_not_used() -> None:
     async with deployment(Worker("target", TARGET, latency=0.003), target_patience_seconds=0.4) as d:
         call = d.stub.Generate(ids_of(PROMPT, max_tokens=1000, temperature=0.0), timeout=20)

@@ -701,17 +701,15 @@ async def test_a_half_closed_stream_still_gets_what_it_is_owed() -> None:
 # Messages twice, late, or by two senders.
 
 
-async def test_a_duplicate_is_told_to_wait_while_the_first_runs_and_gets_its_verdict_afterwards() -> None:
+async def test_a_task_asked_again_takes_over_the_job_at_work_and_its_verdict_is_kept() -> None:
     gate = Gate()
     tokens, rows = drafts_of(DRAFT, PROMPT, 4)
     async with serving(gate=gate) as worker:
         stream = worker.connect()
         task = verify_task(at(PROMPT, "s"), tokens, rows)
         first, second = await stream.send(task, task)
-        error = await stream.refusal(second)
-        assert error.code is code.UNAVAILABLE
-        assert isinstance(error.details[0], RetryInfo)
-        reply = await stream.reply(first)
+        assert (await stream.refusal(first)).code is code.ABORTED
+        reply = await stream.reply(second)
         assert judged(reply) == verdict_of(PROMPT, tokens, rows)
         held = worker.held("s")
         assert await stream.ask(task) == [reply]

@@ -66,7 +66,7 @@ def quantise(probabilities: FloatArray, support: int, output_ids: IntArray | Non
 
 def quantise_full(probabilities: FloatArray, output_ids: IntArray | None = None) -> CountRow:
     """Counts summing to 2^31 over every column of a distribution `[C]`: q itself, to 5e-10."""
-    ids = np.arange(probabilities.size) if output_ids is None else output_ids
+    ids = np.arange(probabilities.size) if output_ids is None else output_ids[: probabilities.size]
     return _apportion(probabilities, FULL_TOTAL, ids)
 
 

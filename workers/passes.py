@@ -152,6 +152,8 @@ class PassLoop:
                 raise TaskError.invalid("state.timeout_ns", "is 0; every task says how long it is of use")
             if isinstance(work.task, VerifyTask) and work.out_of_time():
                 raise TaskError.deadline("the task ran out of time in the queue")
+            if self._take_over(work, answered):
+                return
             work.job = self._open_job(work)
         except TaskError as error:
             answered.append((work, _error(error)))
@@ -159,6 +161,23 @@ class PassLoop:
             answered.append((work, _error(_fault("a task could not be started"))))
         else:
             self._at_work.append(work)
+
+    def _take_over(self, work: Work, answered: list[tuple[Work, TaskReply]]) -> bool:
+        """Let a task that is asked again, over another stream, have the job that is at work on it."""
+        state = work.task.state
+        for i, old in enumerate(self._at_work):
+            was = old.task.state
+            same_round = (was.session, was.round, was.base_length) == (
+                state.session,
+                state.round,
+                state.base_length,
+            )
+            if same_round and old.key == work.key and isinstance(work.task, VerifyTask):
+                work.job = old.job
+                self._at_work[i] = work
+                answered.append((old, _error(TaskError.stale("the task was asked again"))))
+                return True
+        return False
 
     def _plan(self) -> list[tuple[Work, Job, Feed]]:
         """Feeds of the next pass: every job that decodes, then prefills, oldest first, while there is room.

@@ -115,12 +115,12 @@ class WorkerServer:
             reflection.enable_server_reflection(
                 (service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
             )
-        port = self._server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        port = self._server.add_insecure_port(self._config.address(self._config.port))
         await self._server.start()
         self._running = asyncio.create_task(self._passes.run(), name=f"{self._role} passes")
         self._running.add_done_callback(self._passes_ended)
         await self._report(health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._config.host}:{port}"
+        return self._config.address(port)
 
     async def stop(self, grace_seconds: float) -> None:
         """Report not serving, let the tasks at hand finish within the grace, and close."""
