@@ -94,6 +94,7 @@ class CoordinatorServer:
         for name in self._service_names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.stop(grace_seconds)
+        await self._service.end()
         for client in self._clients:
             await client.stop()
 

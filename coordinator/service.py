@@ -92,6 +92,13 @@ class InferenceService(InferenceServicer):
         """Requests that are not complete."""
         return len(self._running)
 
+    async def end(self) -> None:
+        """End what still runs, and release its sessions."""
+        tasks = [task for running in self._running.values() for task in running.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def Generate(
         self,
         request: GenerateRequest,

@@ -689,6 +689,21 @@ async def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
 # ---- a crowd
 
 
+async def test_a_coordinator_that_stops_frees_the_slots_of_what_it_was_generating() -> None:
+    """The workers live on, and their leases are long."""
+    async with pipeline(target_model(0.01, num_slots=4), draft_model(num_slots=4)) as service:
+        calls = [
+            asyncio.create_task(generate(service.stub, [i, 1], max_tokens=2000, ignore_end_tokens=True))
+            for i in range(3)
+        ]
+        await eventually(lambda: service.target.num_slots_used == 3)
+        await service.coordinator.stop(0.05)
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert service.draft is not None
+        drafts = service.draft
+        await eventually(lambda: (service.target.num_slots_used, drafts.num_slots_used) == (0, 0))
+
+
 async def test_in_a_crowd_that_joins_leaves_and_aborts_every_greedy_text_is_its_solo_one() -> None:
     """Guards against rows joined to the wrong request, and against slots that leak."""
     generator = random.Random(5)
