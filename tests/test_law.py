@@ -22,7 +22,7 @@ from workers.table_model import NextLogits, TableModel
 V = 3
 PROMPT = [1, 0, 2]
 NUM_TOKENS = 5  # the first round is plain: the drafter takes in the prompt meanwhile
-NUM_SAMPLES = 2560
+NUM_SAMPLES = 2048
 NUM_CHOICES = 64  # n samples of one prompt: their keys differ in the choice alone
 
 TARGET = random_table(V, 1, zero_share=0.15)
@@ -146,7 +146,7 @@ async def test_the_samples_of_one_prompt_are_independent(rule: str) -> None:
     """Choices 2j and 2j+1 share seed and prompt; their joint law must be the product."""
     target, draft = TableModel(TARGET, V, num_slots=128), TableModel(GOOD, V, num_slots=128)
     async with pipeline(target, draft, rule=rule, num_draft_tokens=2) as running:
-        samples = await sample(running, PROMPT, 3, 6144, seed=2000)
+        samples = await sample(running, PROMPT, 3, 4096, seed=2000)
     single = plain_law(TARGET, PROMPT, V, 3, SamplingSettings())
     pairs = [(*a, *b) for a, b in zip(samples[::2], samples[1::2], strict=True)]
     product = {(*a, *b): p * q for a, p in single.items() for b, q in single.items()}
