@@ -266,7 +266,7 @@ def notices(trap: Trap) -> str | None:
         files = [f"tests/{word}.py" for word in words if word.startswith("test_")]
         chosen = words[words.index("-k") :] if "-k" in words else []
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-m", "not demo", *files, *chosen],
+            [sys.executable, "-m", "pytest", "-n0", "-x", "-q", "--tb=no", "-m", "not demo", *files, *chosen],
             cwd=copy,
             capture_output=True,
             text=True,
