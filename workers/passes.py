@@ -204,8 +204,9 @@ class PassLoop:
             fault = _fault("a pass failed")
             if len(plan) == 1:
                 self._finish(plan[0][0], _error(fault), answered)
-            for alone in plan if len(plan) > 1 else ():  # find the one at fault; the others go on
-                self._run_pass([alone], answered)
+            else:  # find the one at fault; the others go on
+                for alone in plan:
+                    self._run_pass([alone], answered)
             return
         pass_ns = time.monotonic_ns() - started_ns
         for (work, job, feed), logits in zip(plan, all_logits, strict=True):
