@@ -62,6 +62,48 @@ class WorkerInfo(_message.Message):
     byte_credits: int
     def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_slots: _Optional[int] = ..., task_credits: _Optional[int] = ..., byte_credits: _Optional[int] = ...) -> None: ...
 
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    num_slots: int
+    num_slots_used: int
+    num_tasks: int
+    process_id: int
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ...) -> None: ...
+
+class ScoreRequest(_message.Message):
+    __slots__ = ("tokens", "num_rows", "sampling")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    tokens: bytes
+    num_rows: int
+    sampling: Sampling
+    def __init__(self, tokens: _Optional[bytes] = ..., num_rows: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class ScoreReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[ProbabilityRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[ProbabilityRow, _Mapping]]] = ...) -> None: ...
+
+class ProbabilityRow(_message.Message):
+    __slots__ = ("ids", "probabilities")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    probabilities: bytes
+    def __init__(self, ids: _Optional[bytes] = ..., probabilities: _Optional[bytes] = ...) -> None: ...
+
 class TaskBatch(_message.Message):
     __slots__ = ("generation", "tasks", "released_sessions")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -205,14 +247,16 @@ class VerifyTask(_message.Message):
     def __init__(self, state: _Optional[_Union[SessionState, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., digest: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., draft_key: _Optional[bytes] = ..., choice: _Optional[int] = ..., rule: _Optional[_Union[Rule, str]] = ...) -> None: ...
 
 class TaskReply(_message.Message):
-    __slots__ = ("draft", "verify", "error")
+    __slots__ = ("draft", "verify", "error", "score")
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     draft: DraftResult
     verify: VerifyResult
     error: _status_pb2.Status
-    def __init__(self, draft: _Optional[_Union[DraftResult, _Mapping]] = ..., verify: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    score: ScoreReply
+    def __init__(self, draft: _Optional[_Union[DraftResult, _Mapping]] = ..., verify: _Optional[_Union[VerifyResult, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., score: _Optional[_Union[ScoreReply, _Mapping]] = ...) -> None: ...
 
 class DraftResult(_message.Message):
     __slots__ = ("proposal", "times")
@@ -223,25 +267,29 @@ class DraftResult(_message.Message):
     def __init__(self, proposal: _Optional[_Union[Proposal, _Mapping]] = ..., times: _Optional[_Union[WorkTimes, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("digest", "num_accepted", "token", "num_unusable_rows", "num_redraw_mismatches", "times")
+    __slots__ = ("digest", "num_accepted", "token", "num_unusable_rows", "num_redraw_mismatches", "times", "sum_min_pq")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_UNUSABLE_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_REDRAW_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    SUM_MIN_PQ_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     num_accepted: int
     token: int
     num_unusable_rows: int
     num_redraw_mismatches: int
     times: WorkTimes
-    def __init__(self, digest: _Optional[bytes] = ..., num_accepted: _Optional[int] = ..., token: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[WorkTimes, _Mapping]] = ...) -> None: ...
+    sum_min_pq: float
+    def __init__(self, digest: _Optional[bytes] = ..., num_accepted: _Optional[int] = ..., token: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[WorkTimes, _Mapping]] = ..., sum_min_pq: _Optional[float] = ...) -> None: ...
 
 class WorkTimes(_message.Message):
-    __slots__ = ("queue_ns", "pass_ns")
+    __slots__ = ("queue_ns", "pass_ns", "total_ns")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PASS_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     pass_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., pass_ns: _Optional[int] = ...) -> None: ...
+    total_ns: int
+    def __init__(self, queue_ns: _Optional[int] = ..., pass_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class DraftStub:
                 request_serializer=protos_dot_worker__pb2.TaskBatch.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.ReplyBatch.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/outrider.v1.Draft/GetStatus',
+                request_serializer=protos_dot_worker__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.WorkerStatus.FromString,
+                _registered_method=True)
 
 
 class DraftServicer:
@@ -65,6 +70,13 @@ class DraftServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """How the worker is doing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DraftServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_DraftServicer_to_server(servicer, server):
                     servicer.Propose,
                     request_deserializer=protos_dot_worker__pb2.TaskBatch.FromString,
                     response_serializer=protos_dot_worker__pb2.ReplyBatch.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=protos_dot_worker__pb2.GetStatusRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -144,6 +161,33 @@ class Draft:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Draft/GetStatus',
+            protos_dot_worker__pb2.GetStatusRequest.SerializeToString,
+            protos_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class TargetStub:
     """Scores proposals in one pass, accepts a prefix and draws the token behind it.
@@ -165,6 +209,16 @@ class TargetStub:
                 request_serializer=protos_dot_worker__pb2.TaskBatch.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.ReplyBatch.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/outrider.v1.Target/GetStatus',
+                request_serializer=protos_dot_worker__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.WorkerStatus.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/outrider.v1.Target/Score',
+                request_serializer=protos_dot_worker__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ScoreReply.FromString,
+                _registered_method=True)
 
 
 class TargetServicer:
@@ -185,6 +239,20 @@ class TargetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStatus(self, request, context):
+        """How the worker is doing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """The exact rows of p behind given tokens, for proofs. Needs the control token; off where there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -197,6 +265,16 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=protos_dot_worker__pb2.TaskBatch.FromString,
                     response_serializer=protos_dot_worker__pb2.ReplyBatch.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=protos_dot_worker__pb2.GetStatusRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.WorkerStatus.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=protos_dot_worker__pb2.ScoreRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ScoreReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -254,6 +332,60 @@ class Target:
             '/outrider.v1.Target/Verify',
             protos_dot_worker__pb2.TaskBatch.SerializeToString,
             protos_dot_worker__pb2.ReplyBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Target/GetStatus',
+            protos_dot_worker__pb2.GetStatusRequest.SerializeToString,
+            protos_dot_worker__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Target/Score',
+            protos_dot_worker__pb2.ScoreRequest.SerializeToString,
+            protos_dot_worker__pb2.ScoreReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,69 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetDeploymentStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeploymentStatus(_message.Message):
+    __slots__ = ("workers", "num_running_sessions", "num_waiting_sessions", "totals", "uptime_seconds")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerHealth]
+    num_running_sessions: int
+    num_waiting_sessions: int
+    totals: Totals
+    uptime_seconds: float
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerHealth(_message.Message):
+    __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IS_HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    model: str
+    address: str
+    is_healthy: bool
+    problem: str
+    process_id: int
+    num_slots: int
+    num_slots_used: int
+    num_sessions: int
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("num_requests", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks", "num_unusable_rows", "num_redraw_mismatches")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNUSABLE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDRAW_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_completion_tokens: int
+    num_rounds: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_fallbacks: int
+    num_unusable_rows: int
+    num_redraw_mismatches: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ...) -> None: ...
