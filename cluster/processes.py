@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 
@@ -23,6 +24,26 @@ def session_members(leader: int) -> list[int]:
             if os.getsid(pid) == leader:
                 members.append(pid)
     return members
+
+
+def started_at(pid: int) -> float | None:
+    """When the living process of this id began, in seconds since 1970; None without one.
+
+    An id is used again after its process has ended; the two together are unique.
+    """
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def works_in(folder: Path, pid: int) -> bool:
+    """Whether the process has its current directory in the folder."""
+    try:
+        return Path(psutil.Process(pid).cwd()).is_relative_to(folder)
+    except psutil.Error:
+        return False
 
 
 def end_session(leader: int, *, spare: int | None = None, timeout_seconds: float = 10.0) -> list[int]:
