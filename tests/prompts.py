@@ -8,14 +8,16 @@ import os
 from itertools import chain, zip_longest
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent
+import cluster
+
+_OWN = Path(cluster.__file__).parent / "prompts.jsonl"  # what `outrider bench` asks, too
 
 
 def first_questions(count: int) -> list[str]:
     """The first turns of at most `count` questions, from every category in turn, its short ones first."""
     file = Path(os.environ.get("OUTRIDER_SPEC_BENCH", ""))
     if not file.is_file():
-        file = _FOLDER / "prompts.jsonl"
+        file = _OWN
     by_category: dict[str, list[str]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         question = json.loads(line)
