@@ -180,8 +180,8 @@ def _coordinator_config(plan: Plan, addresses: dict[str, str]) -> Any:
     return CoordinatorConfig(
         host="127.0.0.1",
         port=0,
-        target=addresses["target"],
-        draft=addresses.get("draft"),
+        targets=(addresses["target"],),
+        drafts=(addresses["draft"],) if "draft" in addresses else (),
         tokenizer_folder=plan.target.folder,
         num_draft_tokens=plan.num_draft_tokens,
     )

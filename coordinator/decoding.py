@@ -24,7 +24,7 @@ async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, 
     """
     try:
         while session.finish_reason is None:
-            session.round += 1
+            session.begin_round()
             proposal = await _propose(session, drafter)
             try:
                 verdict = await verifier.verify(session, proposal)

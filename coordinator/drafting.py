@@ -16,7 +16,7 @@ from coordinator.sessions import Session
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
 from protos.wire import unpack_tokens
-from protos.worker_pb2 import DraftTask, Encoding, Proposal
+from protos.worker_pb2 import DraftResult, DraftTask, Encoding, Proposal
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,16 @@ class Drafter:
         self.max_length = client.info.max_length  # positions that the drafter holds of a session
         self._client = client
         self._settings = settings
-        self._num_slots = client.info.num_slots
+        self.num_slots = client.info.num_slots
         self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
         self._num_failures = 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the drafter can be reached now."""
+        return self._client.is_connected
 
     async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
         """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
@@ -58,7 +63,9 @@ class Drafter:
         if num_draft_tokens == 0 or not self._is_ready(session):
             return Proposal()
         try:
-            proposal = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+            reply, round_trip_ns = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+            proposal = reply.proposal
+            session.lap.count_draft(round_trip_ns, reply.times.total_ns)
             if not proposal.tokens:
                 raise TaskError.unavailable("the drafter drew nothing")
         except TaskError as error:
@@ -101,7 +108,7 @@ class Drafter:
         turns in the slots would prefill more than it drafts.
         """
         if session.id not in self._seated:
-            if len(self._seated) >= self._num_slots:
+            if len(self._seated) >= self.num_slots:
                 return False
             self._seated.add(session.id)
         if time.monotonic() < self._not_before:
@@ -131,7 +138,10 @@ class Drafter:
         finally:
             self._prefills.pop(session.id, None)
 
-    async def _ask(self, session: Session, num_draft_tokens: int, timeout_seconds: float) -> Proposal:
+    async def _ask(
+        self, session: Session, num_draft_tokens: int, timeout_seconds: float
+    ) -> tuple[DraftResult, int]:
+        """The drafter's answer, checked, and the round trip in nanoseconds."""
         client, seat = self._client, session.draft_seat
         epoch, length = client.info.epoch, len(session.tokens)
         vocab_size = self._settings.vocab_size
@@ -145,6 +155,7 @@ class Drafter:
             support=self._settings.support,
             vocab_size=vocab_size,
         )
+        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds + GRACE_SECONDS)
         except TaskError as error:
@@ -159,7 +170,7 @@ class Drafter:
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
             raise TaskError.data_loss(f"the drafter's tokens are {tokens}; asked for {num_draft_tokens}")
         seat.epoch, seat.length = epoch, length
-        return proposal
+        return reply.draft, time.monotonic_ns() - asked_ns
 
     def _failed(self, error: TaskError) -> None:
         """Wait longer after each failure in a row, so that a broken drafter costs little."""

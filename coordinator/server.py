@@ -5,22 +5,25 @@ Knows configuration and life cycle; requests are the service's business.
 
 import contextlib
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from coordinator.admission import Admission
+from coordinator.control import ControlService, Fleet
 from coordinator.drafting import Drafter, DraftSettings
 from coordinator.requests import Limits
 from coordinator.service import InferenceService
+from coordinator.spreading import Spread
 from coordinator.text import Text
 from coordinator.verifying import Verifier, VerifySettings
 from coordinator.worker_client import WorkerClient
-from protos import inference_pb2, inference_pb2_grpc
+from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
 from protos.limits import DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT
@@ -42,8 +45,9 @@ RULES = {"token": RULE_TOKEN, "block": RULE_BLOCK}
 class CoordinatorConfig(Binding):
     """What a coordinator serves, and how."""
 
-    target: str  # host:port
-    draft: str | None = None  # host:port; None is plain decoding
+    targets: tuple[str, ...] = Field(min_length=1)  # host:port each, of one model
+    drafts: tuple[str, ...] = ()  # host:port each; none is plain decoding
+    control_token: SecretStr | None = None  # who shows it may ask how the deployment is; None: nobody may
     tokenizer_folder: Path | None = None  # None serves token ids only
     num_draft_tokens: int = Field(default=3, ge=0, le=MAX_DRAFT_TOKENS)  # K unless a request says otherwise
     max_num_draft_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
@@ -75,16 +79,17 @@ class CoordinatorServer:
         tokenizer that cannot be read. What was connected by then is closed again.
         """
         config = self._config
-        self._clients = [WorkerClient("target", config.target, self._id)]
-        if config.draft is not None:
-            self._clients.append(WorkerClient("draft", config.draft, self._id))
+        targets = [WorkerClient("target", address, self._id) for address in config.targets]
+        drafts = [WorkerClient("draft", address, self._id) for address in config.drafts]
+        self._clients = [*targets, *drafts]
         async with contextlib.AsyncExitStack() as on_failure:
-            infos: list[WorkerInfo] = []
             for client in self._clients:
-                infos.append(await client.start())
+                await client.start()
                 on_failure.push_async_callback(client.stop)
-            check_fit(*infos)
-            self._service = self._build_service(*infos)
+            check_alike([client.info for client in targets])
+            for client in drafts:
+                check_fit(targets[0].info, client.info)
+            self._build_services(targets, drafts)
             address = await self._serve()
             on_failure.pop_all()
         return address
@@ -98,61 +103,64 @@ class CoordinatorServer:
         for client in self._clients:
             await client.stop()
 
-    def _build_service(self, target: WorkerInfo, draft: WorkerInfo | None = None) -> InferenceService:
-        config = self._config
-        drafter = None
-        if draft is not None:
-            settings = DraftSettings(
-                ENCODINGS[config.encoding],
-                config.support,
-                target.vocab_size,
-                config.draft_timeout_seconds,
-                config.draft_prefill_timeout_seconds,
-            )
-            drafter = Drafter(self._clients[1], settings)
+    def _build_services(self, targets: list[WorkerClient], drafts: list[WorkerClient]) -> None:
+        config, target = self._config, targets[0].info
+        draft_settings = DraftSettings(
+            ENCODINGS[config.encoding],
+            config.support,
+            target.vocab_size,
+            config.draft_timeout_seconds,
+            config.draft_prefill_timeout_seconds,
+        )
         verify_settings = VerifySettings(
             RULES[config.rule],
             config.verify_timeout_seconds,
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
         )
+        verifiers = Spread([Verifier(client, verify_settings) for client in targets])
+        drafters = Spread([Drafter(client, draft_settings) for client in drafts]) if drafts else None
         folder = config.tokenizer_folder
-        admission = Admission(target.num_slots, config.max_waiting_sessions)
-        max_num_draft_tokens = config.max_num_draft_tokens if draft is not None else 0
+        max_running = sum(verifier.num_slots for verifier in verifiers.workers)
+        max_num_draft_tokens = config.max_num_draft_tokens if drafts else 0
         num_draft_tokens = min(config.num_draft_tokens, max_num_draft_tokens)
-        return InferenceService(
+        max_length = min(client.info.max_length for client in targets)
+        self._service = InferenceService(
             coordinator=self._id,
-            drafter=drafter,
-            verifier=Verifier(self._clients[0], verify_settings),
+            drafters=drafters,
+            verifiers=verifiers,
             text=Text.load(folder) if folder is not None else None,
             limits=Limits(
                 vocab_size=target.vocab_size,
-                max_length=target.max_length,
+                max_length=max_length,
                 max_choices=config.max_choices,
                 max_num_draft_tokens=max_num_draft_tokens,
-                default_max_tokens=min(config.default_max_tokens, target.max_length),
+                default_max_tokens=min(config.default_max_tokens, max_length),
                 default_num_draft_tokens=num_draft_tokens,
             ),
             end_token_ids=target.end_token_ids,
-            admission=admission,
+            admission=Admission(max_running, config.max_waiting_sessions),
             info=ModelInfo(
                 target_model=target.model,
-                draft_model=draft.model if draft is not None else "",
+                draft_model=drafts[0].info.model if drafts else "",
                 vocab_size=target.vocab_size,
-                max_length=target.max_length,
+                max_length=max_length,
                 num_draft_tokens=num_draft_tokens,
                 max_num_draft_tokens=max_num_draft_tokens,
                 max_choices=config.max_choices,
                 end_token_ids=target.end_token_ids,
-                max_running_sessions=admission.max_running,
+                max_running_sessions=max_running,
             ),
         )
+        fleets = [Fleet(targets, verifiers), *([Fleet(drafts, drafters)] if drafters is not None else [])]
+        self._control = ControlService(config.control_token, self._service, fleets)
 
     async def _serve(self) -> str:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)
+        control_pb2_grpc.add_ControlServicer_to_server(self._control, self._server)
         name = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
         self._service_names = ["", name]
         if self._config.is_loopback:
@@ -166,10 +174,19 @@ class CoordinatorServer:
         return self._config.address(port)
 
 
-def check_fit(target: WorkerInfo, draft: WorkerInfo | None = None) -> None:
+def check_alike(targets: Sequence[WorkerInfo]) -> None:
+    """Raise TaskError(FAILED_PRECONDITION) when two targets are not the same model: one law is served."""
+    first = targets[0]
+    for other in targets[1:]:
+        for name in ("model", "vocab_size", "tokenizer_fingerprint", "end_token_ids", "dtype"):
+            if getattr(first, name) != getattr(other, name):
+                raise TaskError.mismatch(
+                    f"the targets differ: {name} is {getattr(first, name)!r} and {getattr(other, name)!r}"
+                )
+
+
+def check_fit(target: WorkerInfo, draft: WorkerInfo) -> None:
     """Raise TaskError(FAILED_PRECONDITION) saying what differs when the drafter's ids mean other text."""
-    if draft is None:
-        return
     both = (draft.tokenizer_fingerprint, target.tokenizer_fingerprint)
     if not all(both) and draft.vocab_size < target.vocab_size:
         raise TaskError.mismatch(

@@ -19,10 +19,13 @@ from coordinator.admission import Admission
 from coordinator.decoding import decode
 from coordinator.drafting import Drafter
 from coordinator.requests import Limits, Order, read_request
-from coordinator.sessions import Session, Tally
+from coordinator.sessions import Session
+from coordinator.spreading import Spread
 from coordinator.text import Text
 from coordinator.text_stream import TextStream
+from coordinator.usage import Tally, totals_of, usage_of
 from coordinator.verifying import Verifier
+from protos.control_pb2 import Totals
 from protos.inference_pb2 import (
     FINISH_REASON_ABORT,
     AbortReply,
@@ -36,7 +39,6 @@ from protos.inference_pb2 import (
     Started,
     Token,
     Tokens,
-    Usage,
 )
 from protos.inference_pb2_grpc import InferenceServicer
 from protos.prefix import TokenPrefix
@@ -61,14 +63,14 @@ class _Aborted(Exception):
 
 
 class InferenceService(InferenceServicer):
-    """Generate, Abort and GetModelInfo over one drafter and one target."""
+    """Generate, Abort and GetModelInfo over drafters and targets."""
 
     def __init__(
         self,
         *,
         coordinator: str,
-        drafter: Drafter | None,
-        verifier: Verifier,
+        drafters: Spread[Drafter] | None,
+        verifiers: Spread[Verifier],
         text: Text | None,
         limits: Limits,
         end_token_ids: Sequence[int],
@@ -77,8 +79,8 @@ class InferenceService(InferenceServicer):
     ) -> None:
         """`coordinator` names this coordinator and its life; `info` is completed with live counts."""
         self._coordinator = coordinator
-        self._drafter = drafter
-        self._verifier = verifier
+        self._drafters = drafters
+        self._verifiers = verifiers
         self._text = text
         self._limits = limits
         self._end_token_ids = frozenset(end_token_ids)
@@ -86,11 +88,30 @@ class InferenceService(InferenceServicer):
         self._info = info
         self._session_numbers = itertools.count(1)
         self._running: dict[str, _Request] = {}
+        self._num_requests = 0
+        self._finished = Tally()
 
     @property
     def num_running(self) -> int:
         """Requests that are not complete."""
         return len(self._running)
+
+    @property
+    def num_running_sessions(self) -> int:
+        """Sessions that are decoded now."""
+        return self._admission.num_running
+
+    @property
+    def num_waiting_sessions(self) -> int:
+        """Sessions that wait for a place."""
+        return self._admission.num_waiting
+
+    def totals(self) -> Totals:
+        """What all requests have counted so far."""
+        tally = Tally()
+        for part in (self._finished, *(running.tally for running in self._running.values())):
+            tally.add(part)
+        return totals_of(tally, self._num_requests)
 
     async def end(self) -> None:
         """End what still runs, and release its sessions."""
@@ -132,8 +153,8 @@ class InferenceService(InferenceServicer):
         """See inference.proto."""
         info = ModelInfo()
         info.CopyFrom(self._info)
-        info.num_running_sessions = self._admission.num_running
-        info.num_waiting_sessions = self._admission.num_waiting
+        info.num_running_sessions = self.num_running_sessions
+        info.num_waiting_sessions = self.num_waiting_sessions
         return info
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateReply, None]:
@@ -141,6 +162,7 @@ class InferenceService(InferenceServicer):
         if order.request_id in self._running:
             raise TaskError.invalid("request_id", f"is {order.request_id!r}, which is running already")
         self._admission.admit(order.num_choices)
+        self._num_requests += 1
         running = self._running[order.request_id] = _Request(order, TokenPrefix(order.prompt))
         for choice in range(order.num_choices):
             task = asyncio.create_task(self._run_choice(running, choice))
@@ -164,11 +186,12 @@ class InferenceService(InferenceServicer):
                 yield event
             for choice in sorted(unfinished):
                 yield GenerateReply(finished=Finished(choice=choice, reason=FINISH_REASON_ABORT))
-            yield GenerateReply(usage=_usage(order, running.tally))
+            yield GenerateReply(usage=usage_of(running.tally, len(order.prompt)))
         finally:
             for task in running.tasks:
                 task.cancel()
             await asyncio.gather(*running.tasks, return_exceptions=True)
+            self._finished.add(running.tally)
             del self._running[order.request_id]
 
     async def _run_choice(self, running: _Request, choice: int) -> None:
@@ -182,7 +205,8 @@ class InferenceService(InferenceServicer):
 
         try:
             async with self._admission.turn():
-                await decode(session, self._drafter, self._verifier, emit)
+                with self._verifiers.place() as verifier, self._place_drafter() as drafter:
+                    await decode(session, drafter, verifier, emit)
             assert session.finish_reason is not None, "decode returns when the session is finished"
             rest = text.flush() if text is not None else ""
             finished = Finished(choice=choice, reason=session.finish_reason, text=rest)
@@ -196,6 +220,9 @@ class InferenceService(InferenceServicer):
                 f"the request failed; the coordinator's log has it as fault {fault_id}"
             )
             running.events.put_nowait(fault)
+
+    def _place_drafter(self) -> contextlib.AbstractContextManager[Drafter | None]:
+        return contextlib.nullcontext() if self._drafters is None else self._drafters.place()
 
     def _open_session(self, running: _Request, choice: int) -> Session:
         order = running.order
@@ -216,23 +243,3 @@ class InferenceService(InferenceServicer):
 
 def _token(token: int, origin: "Origin", text: TextStream | None) -> Token:
     return Token(id=token, text=text.push(token) if text is not None else "", origin=origin)
-
-
-def _usage(order: Order, tally: Tally) -> Usage:
-    num_accepted = sum(tally.num_accepted_per_pos)
-    usage = Usage(
-        num_prompt_tokens=len(order.prompt),
-        num_completion_tokens=tally.num_completion_tokens,
-        num_rounds=tally.num_rounds,
-        num_drafts=tally.num_drafts,
-        num_draft_tokens=tally.num_draft_tokens,
-        num_accepted_tokens=num_accepted,
-        num_accepted_tokens_per_pos=tally.num_accepted_per_pos,
-        num_q_bytes=tally.num_q_bytes,
-        num_fallbacks=tally.num_fallbacks,
-        num_unusable_rows=tally.num_unusable_rows,
-    )
-    if tally.num_draft_tokens:
-        usage.acceptance_rate = num_accepted / tally.num_draft_tokens
-        usage.mean_acceptance_length = 1.0 + num_accepted / tally.num_drafts
-    return usage

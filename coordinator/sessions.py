@@ -5,9 +5,11 @@ that changes the text, and it happens here.
 """
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from coordinator.usage import Tally
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
@@ -23,17 +25,23 @@ from protos.worker_pb2 import Sampling, SessionState, VerifyResult
 
 
 @dataclass(slots=True)
-class Tally:
-    """What a request counts. Tokens cut by an end token or max_tokens are neither completed nor accepted."""
+class Lap:
+    """Where the time of the round at hand goes."""
 
-    num_completion_tokens: int = 0
-    num_rounds: int = 0
-    num_drafts: int = 0  # rounds with at least one draft token
-    num_draft_tokens: int = 0
-    num_accepted_per_pos: list[int] = field(default_factory=list)
-    num_q_bytes: int = 0
-    num_fallbacks: int = 0  # rounds that went without drafts because the drafter failed
-    num_unusable_rows: int = 0  # rows of q that were judged as one-hot
+    begun_ns: int = 0
+    draft_ns: int = 0  # at the drafter
+    target_ns: int = 0  # at the target
+    wire_ns: int = 0  # round trips beyond what the workers took
+
+    def count_draft(self, round_trip_ns: int, worker_ns: int) -> None:
+        """An answer of the drafter's."""
+        self.draft_ns += worker_ns
+        self.wire_ns += max(0, round_trip_ns - worker_ns)
+
+    def count_target(self, round_trip_ns: int, worker_ns: int) -> None:
+        """An answer of the target's."""
+        self.target_ns += worker_ns
+        self.wire_ns += max(0, round_trip_ns - worker_ns)
 
 
 @dataclass(slots=True)
@@ -79,6 +87,7 @@ class Session:
     finish_reason: "FinishReason | None" = None
     target_seat: Seat = field(default_factory=Seat)
     draft_seat: Seat = field(default_factory=Seat)
+    lap: Lap = field(default_factory=Lap)
 
     @property
     def draft_key(self) -> bytes:
@@ -91,6 +100,11 @@ class Session:
         """Tokens that may still be committed."""
         num_completed = len(self.tokens) - self.num_prompt_tokens
         return min(self.max_tokens - num_completed, self.max_length - len(self.tokens))
+
+    def begin_round(self) -> None:
+        """The next round, from now."""
+        self.round += 1
+        self.lap = Lap(begun_ns=time.monotonic_ns())
 
     def commit(
         self, drafts: Sequence[int], num_q_bytes: int, verdict: VerifyResult
@@ -107,22 +121,32 @@ class Session:
         self.tokens.extend(token for token, _ in block)
         if self.finish_reason is None and self.num_remaining <= 0:
             self.finish_reason = FINISH_REASON_LENGTH
-        self._count(len(drafts), num_q_bytes, [origin for _, origin in block])
-        self.tally.num_unusable_rows += verdict.num_unusable_rows
+        self.tally.num_q_bytes += num_q_bytes
+        self._count(len(drafts), verdict, [origin for _, origin in block])
+        self._count_time(len(drafts))
         return block
 
-    def _count(self, num_drafts: int, num_q_bytes: int, origins: Sequence["Origin"]) -> None:
+    def _count(self, num_drafts: int, verdict: VerifyResult, origins: Sequence["Origin"]) -> None:
         tally = self.tally
         tally.num_completion_tokens += len(origins)
         tally.num_rounds += 1
         tally.num_drafts += num_drafts > 0
         tally.num_draft_tokens += num_drafts
-        tally.num_q_bytes += num_q_bytes
-        per_pos = tally.num_accepted_per_pos
-        per_pos.extend([0] * (num_drafts - len(per_pos)))
-        for i, origin in enumerate(origins):
-            if origin == ORIGIN_ACCEPTED:
-                per_pos[i] += 1
+        tally.num_judged_tokens += min(verdict.num_accepted + 1, num_drafts)
+        tally.sum_min_pq += verdict.sum_min_pq
+        tally.num_unusable_rows += verdict.num_unusable_rows
+        tally.num_redraw_mismatches += verdict.num_redraw_mismatches
+        tally.count_accepted(num_drafts, [i for i, origin in enumerate(origins) if origin == ORIGIN_ACCEPTED])
+
+    def _count_time(self, num_drafts: int) -> None:
+        """Rounds of the kind asked for; the first of them, which takes in the prompt, is another kind."""
+        if self.round > 1 and (num_drafts > 0) == (self.num_draft_tokens > 0):
+            tally, lap = self.tally, self.lap
+            tally.num_timed_rounds += 1
+            tally.draft_ns += lap.draft_ns
+            tally.target_ns += lap.target_ns
+            tally.wire_ns += lap.wire_ns
+            tally.total_ns += time.monotonic_ns() - lap.begun_ns
 
 
 def _origin_of_last(num_drafts: int, num_accepted: int) -> "Origin":

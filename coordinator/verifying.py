@@ -49,9 +49,15 @@ class Verifier:
     """The target of a deployment, seen from its sessions."""
 
     def __init__(self, client: WorkerClient, settings: VerifySettings) -> None:
-        """Ask `client` as `settings` say."""
+        """Ask `client`, which has started, as `settings` say."""
+        self.num_slots = client.info.num_slots
         self._client = client
         self._settings = settings
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the target can be reached now."""
+        return self._client.is_connected
 
     async def verify(self, session: Session, proposal: Proposal) -> VerifyResult:
         """The verdict on a proposal, which may be empty.
@@ -101,6 +107,7 @@ class Verifier:
             self._settings.prefill_timeout_seconds if is_prefill else self._settings.timeout_seconds
         )
         task.state.CopyFrom(seat.state(session, info.epoch, timeout_seconds))
+        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds)
         except TaskError as error:
@@ -115,4 +122,5 @@ class Verifier:
         if result.num_accepted > len(task.proposal.tokens) // 4 or result.token >= info.vocab_size:
             raise TaskError.internal(f"the target's verdict cannot be: {result.num_accepted} accepted")
         seat.epoch, seat.length = info.epoch, length
+        session.lap.count_target(time.monotonic_ns() - asked_ns, result.times.total_ns)
         return result

@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import grpc
 
+from coordinator.credits import Credits
 from protos import worker_pb2_grpc
 from protos.status import TaskError
 from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, seal, unseal
 from protos.worker_pb2 import (
     DraftTask,
+    GetStatusRequest,
     HandshakeRequest,
     ReplyBatch,
     Sealed,
@@ -25,6 +27,7 @@ from protos.worker_pb2 import (
     TaskReply,
     VerifyTask,
     WorkerInfo,
+    WorkerStatus,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ class WorkerClient:
         self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._wake = asyncio.Event()
-        self._credits = _Credits()
+        self._credits = Credits()
 
     @property
     def info(self) -> WorkerInfo:
@@ -65,6 +68,16 @@ class WorkerClient:
         if self._info is None:
             raise TaskError.unavailable(f"the {self.role} worker at {self.address} is not connected")
         return self._info
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether tasks can be sent now."""
+        return self._info is not None
+
+    @property
+    def model_name(self) -> str:
+        """The model that the worker serves in all its lives."""
+        return self._model.model
 
     async def start(self) -> WorkerInfo:
         """Connect and keep connected. Raises TaskError when the first handshake fails."""
@@ -78,12 +91,13 @@ class WorkerClient:
             stub = worker_pb2_grpc.TargetStub(self._channel)
             self._open_stream = stub.Verify
         self._handshake = stub.Handshake
+        self._get_status = stub.GetStatus
         try:
             info = await self._shake_hands()
         except TaskError:
             await self._channel.close()
             raise
-        self._model = _model_of(info)
+        self._model = model_of(info)
         self._adopt(info)
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"{self.role} client")
         return info
@@ -115,6 +129,14 @@ class WorkerClient:
         if reply.HasField("error"):
             raise TaskError.from_status(reply.error)
         return reply
+
+    async def status(self, timeout_seconds: float) -> WorkerStatus:
+        """What the worker says of itself. Raises TaskError when it does not."""
+        try:
+            status: WorkerStatus = await self._get_status(GetStatusRequest(), timeout=timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise TaskError(error.code(), f"{error.code().name}: {error.details()}") from None
+        return status
 
     def release(self, session: str) -> None:
         """Tell the worker that the session is over; overtakes the tasks that wait to be sent."""
@@ -163,7 +185,7 @@ class WorkerClient:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             with contextlib.suppress(TaskError):
                 info = await self._shake_hands()
-                if _model_of(info) == self._model:
+                if model_of(info) == self._model:
                     return info
                 logger.error("at %s there is another %s model now: %s", self.address, self.role, info.model)
 
@@ -249,38 +271,10 @@ class WorkerClient:
                 future.set_exception(error)
 
 
-def _model_of(info: WorkerInfo) -> WorkerInfo:
+def model_of(info: WorkerInfo) -> WorkerInfo:
     """What a worker must have in common with its earlier lives: all but the life and its capacity."""
     model = WorkerInfo()
     model.CopyFrom(info)
     for name in ("epoch", "num_slots", "task_credits", "byte_credits"):
         model.ClearField(name)
     return model
-
-
-class _Credits:
-    """Bounds the tasks and bytes in flight on the stream."""
-
-    def __init__(self) -> None:
-        self._max_tasks = self._max_bytes = 0
-        self._tasks = self._bytes = 0
-        self._freed = asyncio.Event()
-
-    def grant(self, max_tasks: int, max_bytes: int) -> None:
-        """What the worker allows, from the handshake."""
-        self._max_tasks, self._max_bytes = max_tasks, max_bytes
-
-    @contextlib.asynccontextmanager
-    async def borrow(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for one task; a task larger than all credit goes alone."""
-        while self._tasks and (self._tasks >= self._max_tasks or self._bytes + size > self._max_bytes):
-            self._freed.clear()
-            await self._freed.wait()
-        self._tasks += 1
-        self._bytes += size
-        try:
-            yield
-        finally:
-            self._tasks -= 1
-            self._bytes -= size
-            self._freed.set()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from pydantic import SecretStr
 
 from coordinator.server import CoordinatorConfig, CoordinatorServer
 from protos import inference_pb2_grpc
@@ -50,20 +51,22 @@ async def pipeline(
     *,
     end_token_ids: tuple[int, ...] = (),
     worker: WorkerConfig | None = None,
+    control_token: str | None = None,
     **coordinator: Any,
 ) -> AsyncIterator[Pipeline]:
     """Serve the models; keyword arguments go into the CoordinatorConfig."""
-    worker = worker or WorkerConfig()
+    secret = None if control_token is None else SecretStr(control_token)
+    worker = worker or WorkerConfig(control_token=secret)
     async with contextlib.AsyncExitStack() as stack:
         target_server = WorkerServer("target", target, ModelIdentity("t", "", end_token_ids, "table"), worker)
-        addresses = {"target": await target_server.start()}
+        addresses = {"targets": [await target_server.start()]}
         stack.push_async_callback(target_server.stop, 0.1)
         draft_server = None
         if draft is not None:
             draft_server = WorkerServer("draft", draft, ModelIdentity("d", "", (), "table"), worker)
-            addresses["draft"] = await draft_server.start()
+            addresses["drafts"] = [await draft_server.start()]
             stack.push_async_callback(draft_server.stop, 0.1)
-        server = CoordinatorServer(CoordinatorConfig(**{**addresses, **coordinator}))
+        server = CoordinatorServer(CoordinatorConfig(**{**addresses, "control_token": secret, **coordinator}))
         address = await server.start()
         stack.push_async_callback(server.stop, 0.1)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))

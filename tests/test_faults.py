@@ -228,12 +228,12 @@ async def deployment(
     draft = draft or Worker("draft", DRAFT)
     proxies = {"target": Proxy("target"), "draft": Proxy("draft")}
     async with contextlib.AsyncExitStack() as stack:
-        addresses: dict[str, str] = {}
+        addresses: dict[str, list[str]] = {}
         for worker in (target, draft):
             proxy = proxies[worker.role]
             upstream = await worker.start()
             stack.push_async_callback(worker.stop)
-            addresses[worker.role] = await proxy.start(upstream)
+            addresses[f"{worker.role}s"] = [await proxy.start(upstream)]
             stack.push_async_callback(proxy.stop)
         server = CoordinatorServer(CoordinatorConfig(**{**addresses, **coordinator}))
         address = await server.start()
@@ -876,7 +876,7 @@ async def test_two_coordinators_share_workers_that_cannot_hold_all_their_session
         proxy = Proxy("target")
         address = await proxy.start(f"127.0.0.1:{target.port}")
         stack.push_async_callback(proxy.stop)
-        server = CoordinatorServer(CoordinatorConfig(target=address, draft=f"127.0.0.1:{draft.port}"))
+        server = CoordinatorServer(CoordinatorConfig(targets=(address,), drafts=(f"127.0.0.1:{draft.port}",)))
         address = await server.start()
         stack.push_async_callback(server.stop, 0.1)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
@@ -968,7 +968,7 @@ async def test_a_worker_refuses_a_coordinator_of_another_protocol_version(
 async def test_a_deployment_whose_drafter_cannot_be_reached_does_not_start() -> None:
     target = Worker("target", TARGET)
     address = await target.start()
-    server = CoordinatorServer(CoordinatorConfig(target=address, draft="127.0.0.1:9"))
+    server = CoordinatorServer(CoordinatorConfig(targets=(address,), drafts=("127.0.0.1:9",)))
     with pytest.raises(TaskError) as caught:
         await server.start()
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE

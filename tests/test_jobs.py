@@ -217,6 +217,7 @@ class Bench:
     def _open(self, work: Work) -> Job:
         if isinstance(work.task, DraftTask):
             return DraftJob(work.task, self.slots, self.model, lambda: self.out_of_time())
+        assert isinstance(work.task, VerifyTask)
         return VerifyJob(work.task, self.slots, self.model)
 
     async def __aenter__(self) -> Self:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.draft_length import draft_length
-from coordinator.sessions import Seat, Session, Tally
+from coordinator.sessions import Seat, Session
+from coordinator.usage import Tally
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,

@@ -8,6 +8,7 @@ K draft tokens, L base length, V vocabulary, C logit columns.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +23,11 @@ from protos.worker_pb2 import (
     RULE_TOKEN,
     DraftResult,
     DraftTask,
+    ProbabilityRow,
     Proposal,
     Sampling,
+    ScoreReply,
+    SessionState,
     TaskReply,
     VerifyResult,
     VerifyTask,
@@ -34,9 +38,22 @@ from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
 from workers.sampling import FloatArray, SamplingSettings, probabilities
 from workers.slots import Slot, SlotTable, check_ids
-from workers.verification import Rule, Uniforms, UnusableTarget, verify
+from workers.verification import Rule, Uniforms, UnusableTarget, Verdict, verify
 
 MAX_KEY_BYTES = 64  # of the hash behind `uniform`
+BYTES_PER_PROBABILITY = 12  # an id and a float64
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """A ScoreRequest in the loop: tokens to take in as a session of their own, and how many rows of p."""
+
+    state: SessionState
+    num_rows: int
+    sampling: Sampling
+
+
+Task = DraftTask | VerifyTask | ScoreTask
 
 
 class Job(ABC):
@@ -140,8 +157,14 @@ class VerifyJob(Job):
             token=verdict.token,
             num_unusable_rows=self._num_unusable,
             num_redraw_mismatches=self._num_mismatches(),
+            sum_min_pq=self._sum_min_pq(p, verdict),
         )
         return TaskReply(verify=result)
+
+    def _sum_min_pq(self, p: FloatArray, verdict: Verdict) -> float:
+        """Over the judged positions, up to the first rejection: the expected number of accepted ones."""
+        judged = self._rows[: verdict.num_accepted + 1]
+        return sum(float(np.minimum(p[i, row.ids], row.q).sum()) for i, row in enumerate(judged))
 
     def _num_mismatches(self) -> int:
         """How many tokens are not what their row gives for the draft key.
@@ -168,6 +191,33 @@ class VerifyJob(Job):
             recover=[draw(i, Purpose.RECOVER) for i in range(num_drafts)],
             bonus=draw(num_drafts, Purpose.BONUS),
         )
+
+
+class ScoreJob(Job):
+    """The rows of p behind given tokens, exactly as a verification would see them."""
+
+    def __init__(self, task: ScoreTask, slots: SlotTable, model: LanguageModel) -> None:
+        """Enter the slot. Raises TaskError."""
+        limit = min(
+            task.state.base_length, MAX_MESSAGE_BYTES // 2 // (BYTES_PER_PROBABILITY * model.vocab_size)
+        )
+        if not 1 <= task.num_rows <= limit:
+            raise TaskError.invalid("num_rows", f"is {task.num_rows}; it must lie in 1..{limit}")
+        self._settings = settings_of(task.sampling)
+        self.slot, self.pending = slots.enter(task.state, 0)
+        self.num_logits = task.num_rows
+
+    def advance(self, logits: Logits) -> TaskReply:
+        """All rows at once."""
+        rows = [_positive(p) for p in probabilities(logits, self._settings)]
+        return TaskReply(score=ScoreReply(rows=rows))
+
+
+def _positive(p: FloatArray) -> ProbabilityRow:
+    if not np.isfinite(p).all():
+        raise TaskError.internal("the target's logits give no distribution here")
+    ids = np.flatnonzero(p)
+    return ProbabilityRow(ids=pack_tokens(ids.tolist()), probabilities=p[ids].astype("<f8").tobytes())
 
 
 def _num_columns(task: DraftTask, model: LanguageModel) -> int:

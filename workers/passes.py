@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from protos.status import TaskError
 from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask, WorkTimes
-from workers.jobs import Job
+from workers.jobs import Job, Task
 from workers.language_model import Feed, LanguageModel, Logits
 from workers.slots import SlotTable
 
@@ -27,7 +27,7 @@ MIN_PREFILL_TOKENS = 32  # a prefill moves on at least this fast, however busy d
 class Work:
     """A task on its way to its reply."""
 
-    task: DraftTask | VerifyTask
+    task: Task
     key: bytes  # names the question, so that the same round asked twice is answered once
     reply: Callable[[TaskReply], None]  # called on the event loop, exactly once
     arrived_ns: int = field(default_factory=time.monotonic_ns)
@@ -42,7 +42,11 @@ class Work:
     def answer(self, outcome: TaskReply) -> TaskReply:
         """The outcome with the times it took; as it is without a pass: an error, or a reply given before."""
         if self.started_ns:
-            times = WorkTimes(queue_ns=self.started_ns - self.arrived_ns, pass_ns=self.pass_ns)
+            times = WorkTimes(
+                queue_ns=self.started_ns - self.arrived_ns,
+                pass_ns=self.pass_ns,
+                total_ns=time.monotonic_ns() - self.arrived_ns,
+            )
             for name in ("draft", "verify"):
                 if outcome.HasField(name):
                     getattr(outcome, name).times.CopyFrom(times)
@@ -73,6 +77,11 @@ class PassLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that are queued or at work."""
+        return len(self._arrived) + len(self._at_work)
 
     def submit(self, work: Work) -> None:
         """Queue a task for the next pass. Raises TaskError(UNAVAILABLE) once closed."""
@@ -135,7 +144,7 @@ class PassLoop:
         for work in arrived:
             self._start(work, answered)
         self._slots.expire()  # also where it is never idle
-        for work in [w for w in self._at_work if isinstance(w.task, VerifyTask) and w.out_of_time()]:
+        for work in [w for w in self._at_work if not isinstance(w.task, DraftTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
         plan = self._plan()
         if plan:
@@ -150,7 +159,7 @@ class PassLoop:
                 return
             if not work.task.state.timeout_ns:
                 raise TaskError.invalid("state.timeout_ns", "is 0; every task says how long it is of use")
-            if isinstance(work.task, VerifyTask) and work.out_of_time():
+            if not isinstance(work.task, DraftTask) and work.out_of_time():
                 raise TaskError.deadline("the task ran out of time in the queue")
             if self._take_over(work, answered):
                 return

@@ -6,29 +6,40 @@ Knows configuration and life cycle; streams, passes and jobs have modules of the
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import Field
+from grpc_status import rpc_status
+from pydantic import Field, SecretStr
 
 from protos import worker_pb2, worker_pb2_grpc
+from protos.authorization import require
 from protos.binding import Binding
+from protos.prefix import TokenPrefix
+from protos.status import TaskError
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType
 from protos.worker_pb2 import (
     DraftTask,
+    GetStatusRequest,
     HandshakeRequest,
     ReplyBatch,
+    ScoreReply,
+    ScoreRequest,
+    SessionState,
     TaskBatch,
+    TaskReply,
     VerifyTask,
     WorkerInfo,
+    WorkerStatus,
 )
-from workers.jobs import DraftJob, Job, VerifyJob
+from workers.jobs import DraftJob, Job, ScoreJob, ScoreTask, VerifyJob
 from workers.language_model import LanguageModel
 from workers.passes import PassLoop, Work
 from workers.slots import SlotTable
@@ -37,6 +48,7 @@ from workers.task_stream import TaskStream
 logger = logging.getLogger(__name__)
 
 Role = Literal["draft", "target"]
+SCORE_SECONDS = 60.0  # for a caller without a deadline
 
 
 class WorkerConfig(Binding):
@@ -46,6 +58,7 @@ class WorkerConfig(Binding):
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
+    control_token: SecretStr | None = None  # who shows it may ask a target for p; None: nobody may
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,13 @@ class WorkerServer:
         self._slots = slots
 
         def open_job(work: Work) -> Job:
-            if isinstance(work.task, DraftTask):
-                return DraftJob(work.task, slots, model, work.out_of_time)
-            return VerifyJob(work.task, slots, model)
+            match work.task:
+                case DraftTask():
+                    return DraftJob(work.task, slots, model, work.out_of_time)
+                case ScoreTask():
+                    return ScoreJob(work.task, slots, model)
+                case _:
+                    return VerifyJob(work.task, slots, model)
 
         self._passes = PassLoop(model, slots, open_job, max_pass_tokens=config.max_pass_tokens)
         self.info = WorkerInfo(
@@ -153,6 +170,51 @@ class WorkerServer:
         finally:
             reader.cancel()
 
+    async def score(self, request: ScoreRequest, timeout_seconds: float) -> ScoreReply:
+        """The rows of p that are asked for. Raises TaskError."""
+        num_tokens, odd = divmod(len(request.tokens), 4)
+        if odd or not num_tokens:
+            raise TaskError.invalid(
+                "tokens", f"are {len(request.tokens)} bytes; it takes 1 id or more, of 4 bytes each"
+            )
+        state = SessionState(
+            session=f"score/{secrets.token_hex(8)}",
+            epoch=self.epoch,
+            round=1,
+            base_length=num_tokens,
+            start_hash=TokenPrefix().hash_at(0),
+            tokens=request.tokens,
+            timeout_ns=int(timeout_seconds * 1e9),
+        )
+        answer: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
+
+        def reply(outcome: TaskReply) -> None:
+            if not answer.done():  # the caller may have gone
+                answer.set_result(outcome)
+
+        self._passes.submit(Work(ScoreTask(state, request.num_rows, request.sampling), b"", reply))
+        try:
+            outcome = await answer
+        finally:
+            self._passes.release(state.session)
+        if outcome.HasField("error"):
+            raise TaskError.from_status(outcome.error)
+        return outcome.score
+
+    def status(self) -> WorkerStatus:
+        """How the worker is doing."""
+        return WorkerStatus(
+            epoch=self.epoch,
+            num_slots=self._model.num_slots,
+            num_slots_used=self._slots.num_used,
+            num_tasks=self._passes.num_tasks,
+            process_id=os.getpid(),
+        )
+
+    def require_control_token(self, shown: Any) -> None:
+        """Raise TaskError unless the call's metadata shows the control token."""
+        require(self._config.control_token, shown)
+
     async def _report(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for name in self._service_names:
             await self._health.set(name, status)
@@ -187,3 +249,17 @@ class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
         async with contextlib.aclosing(self._worker.serve_stream(batches, VerifyTask)) as stream:
             async for replies in stream:
                 yield replies
+
+    async def GetStatus(
+        self, request: GetStatusRequest, context: grpc.aio.ServicerContext[GetStatusRequest, WorkerStatus]
+    ) -> WorkerStatus:
+        return self._worker.status()
+
+    async def Score(
+        self, request: ScoreRequest, context: grpc.aio.ServicerContext[ScoreRequest, ScoreReply]
+    ) -> ScoreReply:
+        try:
+            self._worker.require_control_token(context.invocation_metadata())
+            return await self._worker.score(request, context.time_remaining() or SCORE_SECONDS)
+        except TaskError as error:
+            await context.abort_with_status(rpc_status.to_status(error.to_status()))

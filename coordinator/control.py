@@ -1,0 +1,84 @@
+"""The Control service: how the deployment is doing, told to whoever shows the control token.
+
+Knows workers and counts; changes nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+from pydantic import SecretStr
+
+from coordinator.service import InferenceService
+from coordinator.spreading import Spread
+from coordinator.worker_client import WorkerClient
+from protos.authorization import require
+from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, WorkerHealth
+from protos.control_pb2_grpc import ControlServicer
+from protos.status import TaskError
+
+STATUS_SECONDS = 1.0  # for a worker to say how it is
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers of one role with the sessions on them."""
+
+    clients: Sequence[WorkerClient]
+    spread: Spread[Any]  # in the order of the clients
+
+
+class ControlService(ControlServicer):
+    """GetStatus over one coordinator's workers and requests."""
+
+    def __init__(self, token: SecretStr | None, service: InferenceService, fleets: Sequence[Fleet]) -> None:
+        """Without a token every call is refused."""
+        self._token = token
+        self._service = service
+        self._fleets = fleets
+        self._begun = time.monotonic()
+
+    async def GetStatus(
+        self,
+        request: GetDeploymentStatusRequest,
+        context: grpc.aio.ServicerContext[GetDeploymentStatusRequest, DeploymentStatus],
+    ) -> DeploymentStatus:
+        """See control.proto."""
+        try:
+            require(self._token, context.invocation_metadata())
+        except TaskError as error:
+            await context.abort_with_status(rpc_status.to_status(error.to_status()))
+        asked = [
+            _ask(client, fleet.spread.num_sessions(i))
+            for fleet in self._fleets
+            for i, client in enumerate(fleet.clients)
+        ]
+        return DeploymentStatus(
+            workers=await asyncio.gather(*asked),
+            num_running_sessions=self._service.num_running_sessions,
+            num_waiting_sessions=self._service.num_waiting_sessions,
+            totals=self._service.totals(),
+            uptime_seconds=time.monotonic() - self._begun,
+        )
+
+
+async def _ask(client: WorkerClient, num_sessions: int) -> WorkerHealth:
+    """What the worker says of itself, or what is wrong with it."""
+    health = WorkerHealth(
+        role=client.role, model=client.model_name, address=client.address, num_sessions=num_sessions
+    )
+    try:
+        status = await client.status(STATUS_SECONDS)
+    except TaskError as error:
+        health.problem = error.message
+        return health
+    health.process_id = status.process_id
+    health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
+    health.is_healthy = client.is_connected
+    if not client.is_connected:
+        health.problem = "answers, but its task stream is down"
+    return health
