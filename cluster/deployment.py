@@ -1,5 +1,5 @@
-"""A private deployment from its owner's side: start it, follow it until it serves, leave nothing of it
-behind.
+"""A deployment from its owner's side: start it, follow it until it serves, then leave nothing of it behind,
+or let it stay.
 
 Knows one child process (`cluster.local_ray`), its two pipes and its folder; no Ray. The child leads a
 session of its own, so Ctrl-C reaches the owner alone, and every process to be ended is a member of that
@@ -19,15 +19,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cluster.interrupts import interrupts
-from cluster.local_ray import STOP, Plan
+from cluster.interrupts import Interrupts, interrupts
+from cluster.local_ray import KEEP, STOP
+from cluster.plan import Deployed, Plan
 from cluster.processes import end_session
 
 STOP_SECONDS = 15.0
+KEEP_SECONDS = 5.0
 END_SECONDS = 5.0  # for the child to end everything; then that is done for it
+FOLDER_PREFIX = "outrider-"
 _MAX_FOLDER_LENGTH = 40  # the path of a Unix socket has 107 bytes at most, and Ray adds 65 to this folder's
 
 Progress = Callable[[str], None]
+Record = Callable[[Deployed, Path, int], None]
 
 
 class DeploymentFailed(RuntimeError):
@@ -35,51 +39,79 @@ class DeploymentFailed(RuntimeError):
 
 
 @contextlib.contextmanager
-def private_deployment(plan: Plan, progress: Progress, *, startup_seconds: float) -> Iterator[str]:
-    """Run the plan on a Ray of its own and yield the address of its public API.
+def private_deployment(plan: Plan, progress: Progress, *, startup_seconds: float) -> Iterator[Deployed]:
+    """Run the plan on a Ray of its own and yield what serves.
 
     Raises DeploymentFailed when it does not serve within `startup_seconds`. Within the block SIGINT,
     SIGTERM and SIGHUP raise Interrupted, once. However the block ends, no process and no file of the
     deployment is left.
     """
-    with interrupts() as signals:
-        child = _Child(_folder())
+    with interrupts() as signals, _child(signals) as child:
+        yield child.run(plan, progress, startup_seconds)
+        child.stop()
+
+
+def staying_deployment(plan: Plan, progress: Progress, record: Record, *, startup_seconds: float) -> Deployed:
+    """Run the plan on a Ray of its own, and leave it running.
+
+    `record` is told what serves, the deployment's folder, and the process that ends the deployment at
+    SIGTERM; when it returns, the deployment stays. Until then everything is as in `private_deployment`:
+    whatever is raised, and if this process is killed, nothing is left.
+    """
+    with interrupts() as signals, _child(signals) as child:
+        deployed = child.run(plan, progress, startup_seconds)
+        signals.hold()  # a Ctrl-C now comes too late
+        record(deployed, child.folder, child.pid)
+        child.keep()
+        return deployed
+
+
+@contextlib.contextmanager
+def _child(signals: Interrupts) -> Iterator["_Child"]:
+    """A child that has ended when the block has, unless it was kept."""
+    child = _Child(_folder())
+    try:
         try:
-            try:
-                with signals.held():
-                    child.start()
-                yield child.run(plan, progress, startup_seconds)
-                child.stop()
-            finally:
-                signals.hold()
-                child.end()
-        finally:  # a signal may have struck just before `hold`; it was the last one to raise anything
+            with signals.held():
+                child.start()
+            yield child
+        finally:
+            signals.hold()
             child.end()
+    finally:  # a signal may have struck just before `hold`; it was the last one to raise anything
+        child.end()
 
 
 class _Child:
     """The process that owns Ray."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
+        self._is_kept = False
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is the session's."""
+        assert self._process is not None
+        return self._process.pid
 
     def start(self) -> None:
         """Make the folder and the process."""
-        self._folder.mkdir(mode=0o700)
-        with (self._folder / "log").open("wb") as log:
+        self.folder.mkdir(mode=0o700)
+        with (self.folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 # -P: a file in the current folder must not stand in for a module.
                 [sys.executable, "-P", "-m", "cluster.local_ray"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=self._folder,
+                cwd=self.folder,
                 env=_environment(),
                 start_new_session=True,
             )
 
-    def run(self, plan: Plan, progress: Progress, seconds: float) -> str:
+    def run(self, plan: Plan, progress: Progress, seconds: float) -> Deployed:
         """Send the plan and follow the reports until the deployment serves."""
         deadline = time.monotonic() + seconds
         stage = "Starting Python"
@@ -90,7 +122,7 @@ class _Child:
             if "failed" in report:
                 raise DeploymentFailed(report["failed"])
             if "ready" in report:
-                return str(report["ready"])
+                return Deployed.model_validate(report["ready"])
             stage = report["stage"]
             progress(stage)
         if time.monotonic() >= deadline:
@@ -106,8 +138,25 @@ class _Child:
         for _ in self._lines(time.monotonic() + STOP_SECONDS):
             pass
 
+    def keep(self) -> None:
+        """Let it live on its own, with all that it has started."""
+        with contextlib.suppress(BrokenPipeError):  # its end shows below
+            self._send(KEEP)
+        if not any(json.loads(line).get("kept") for line in self._lines(time.monotonic() + KEEP_SECONDS)):
+            raise DeploymentFailed(
+                f"The process that owns Ray ended as soon as all served: {self._last_words()}"
+            )
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._is_kept = True
+
     def end(self) -> None:
-        """End what is left, at once, and remove the folder. May be called again."""
+        """End what is left, at once, and remove the folder, unless it is kept. May be called again."""
+        if self._is_kept:
+            return
         if self._process is not None:
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -121,7 +170,7 @@ class _Child:
                 raise DeploymentFailed(f"Processes {survivors} of the private Ray cannot be ended.")
             self._process.wait()
             self._process = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _send(self, line: str) -> None:
         assert self._process is not None
@@ -143,13 +192,13 @@ class _Child:
             yield from lines
 
     def _last_words(self) -> str:
-        words = (self._folder / "log").read_text(errors="replace").strip().splitlines()
+        words = (self.folder / "log").read_text(errors="replace").strip().splitlines()
         return words[-1] if words else "it left no message."
 
 
 def _folder() -> Path:
     """A new name where Ray keeps its sockets and logs; short, since a socket's path must be."""
-    name = f"outrider-{secrets.token_hex(4)}"
+    name = f"{FOLDER_PREFIX}{secrets.token_hex(4)}"
     folder = Path(tempfile.gettempdir(), name)
     return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp", name)
 

@@ -55,14 +55,14 @@ def _run(wish: Wish, startup_seconds: float, out: Console | None, err: Console) 
     with Steps(err) as steps:
         run = prepare(wish, steps.say)
         steps.note(run.memory)
-        with private_deployment(run.plan, steps.say, startup_seconds=startup_seconds) as address:
+        with private_deployment(run.plan, steps.say, startup_seconds=startup_seconds) as deployed:
             steps.say("Reading the prompt")
             if out is None:
-                return generate(address, run.request, lambda tokens: None)
+                return generate(deployed.address, run.request, lambda tokens: None)
             screen = _Screen(out, err, steps, has_legend=run.plan.draft is not None)
             tail = ""
             try:
-                generation = generate(address, run.request, screen.show)
+                generation = generate(deployed.address, run.request, screen.show)
                 tail = generation.tail
                 return generation
             finally:

@@ -1,38 +1,32 @@
-"""The process that owns a private Ray: starts it, places the actors, reports, and ends all of it.
+"""The keeper: the process that owns a deployment and its Ray, reports on its start, and ends all of it.
 
-Knows Ray. Runs as `python -m cluster.local_ray` in an operating-system session of its own, which Ray's
-processes inherit. Its plan comes as the first line of standard input, reports go to standard output as JSON
-lines, and it lives until standard input says stop or ends, which happens however its owner
-(`cluster.deployment`) ends. So the owner needs no Ray, Ctrl-C does not reach Ray, and not even the owner's
-SIGKILL leaves anything behind.
+Knows two pipes, signals and the end of processes; what runs is `cluster.placement`'s business. Runs as
+`python -m cluster.local_ray` in an operating-system session of its own, which Ray's processes inherit. Its
+plan comes as the first line of standard input, reports go to standard output as JSON lines. Unless it is told
+to keep the deployment, it ends everything when standard input says stop or ends, which happens however its
+owner (`cluster.deployment`) ends. So the owner needs no Ray, Ctrl-C does not reach Ray, and not even the
+owner's SIGKILL leaves anything behind. A deployment that is kept ends with a SIGTERM to this process.
 """
 
 import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from pydantic import Field
-
-from cluster.actors import CoordinatorActor, DrafterActor, TargetActor, WorkerSettings
+from cluster.placement import Placement, in_words
+from cluster.plan import Plan
 from cluster.processes import end_session
-from protos.settings import Settings
 
-STOP = "stop"
-OBJECT_STORE_BYTES = 100_000_000  # nothing of size travels through it
-DRAIN_SECONDS = 5.0
-
-
-class Plan(Settings):
-    """What runs in a private deployment."""
-
-    target: WorkerSettings
-    draft: WorkerSettings | None  # None: plain decoding
-    num_draft_tokens: int = Field(ge=0)  # K of rounds unless a request says otherwise
+STOP, KEEP = "stop", "keep"
+DRAIN_SECONDS = 5.0  # of a private deployment, whose one request is over
+KEPT_DRAIN_SECONDS = 600.0  # whoever sends SIGTERM decides how long to wait, and sends another one
+_COLLECTING_SECONDS = 1.0
 
 
 class _Owner:
@@ -50,23 +44,69 @@ class _Owner:
         return self._commands.readline().strip()
 
 
+class _Keeper:
+    """What ends the deployment, whoever asks for it: the owner, a signal, or an error."""
+
+    def __init__(self, owner: _Owner, placement: Placement, folder: Path) -> None:
+        self._owner = owner
+        self._placement = placement
+        self._folder = folder
+        self._was_told = False
+
+    def obey(self) -> None:
+        """Do what the owner says, or what its end means."""
+        command = self._owner.next_command()
+        if command == KEEP:
+            self._owner.say(kept=True)
+            return
+        try:
+            if command == STOP:
+                self._placement.drain(DRAIN_SECONDS)
+        finally:
+            self.end(remove_folder=command != STOP)  # the owner that says stop does that, and reads the log
+
+    def on_sigterm(self, _signal: int, _frame: object) -> None:
+        """Drain and end at the first one, end at the second."""
+        if self._was_told:
+            self.end()
+        self._was_told = True
+        threading.Thread(target=self._drain_and_end, daemon=True).start()
+
+    def _drain_and_end(self) -> None:
+        try:
+            self._placement.drain(KEPT_DRAIN_SECONDS)
+        finally:
+            self.end()
+
+    def end(self, *, remove_folder: bool = True) -> None:
+        """End every process of the session, this one last."""
+        end_session(os.getsid(0), spare=os.getpid())
+        if remove_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
 def main() -> None:
-    """Run the plan on standard input until told to stop."""
+    """Run the plan on standard input until told to end it."""
     reports = os.fdopen(os.dup(1), "w")  # not inherited by Ray's processes
     os.dup2(2, 1)  # whatever else is printed goes to the log
     _adopt_orphans()
-    owner = _Owner(sys.stdin, reports)
+    owner, placement = _Owner(sys.stdin, reports), Placement()
     plan = Plan.model_validate_json(sys.stdin.readline())
-    folder = Path.cwd()
-    running = _Running()
-    threading.Thread(target=_obey, args=(owner, running, folder), daemon=True).start()
+    keeper = _Keeper(owner, placement, Path.cwd())
+    threading.Thread(target=keeper.obey, daemon=True).start()
     try:
         owner.say(stage="Starting a private Ray")
-        running.start_ray(folder)
-        owner.say(ready=running.place(plan, owner))
+        placement.start_ray(Path.cwd(), num_processes=len(plan.workers()) + 1)
+        signal.signal(signal.SIGTERM, keeper.on_sigterm)  # not before: Ray sets one that leaves its actors
+        owner.say(ready=placement.place(plan, lambda stage: owner.say(stage=stage)).model_dump())
+    except BrokenPipeError:
+        pass  # the owner is gone; `obey` ends the process
     except Exception as error:
-        owner.say(failed=_in_words(error))
-    threading.Event().wait()  # `_obey` ends the process
+        owner.say(failed=in_words(error))  # and `obey` ends the process when the owner has read this
+    while True:
+        _collect_the_dead()
+        time.sleep(_COLLECTING_SECONDS)
 
 
 def _adopt_orphans() -> None:
@@ -79,112 +119,12 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
-def _obey(owner: _Owner, running: "_Running", folder: Path) -> None:
-    """Drain when told to stop; end everything then, or when the owner is gone."""
-    told = owner.next_command() == STOP
+def _collect_the_dead() -> None:
     try:
-        if told:
-            running.drain()
-    finally:
-        end_session(os.getsid(0), spare=os.getpid())
-        if not told:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-
-class _Running:
-    """Ray and the actors in it, as far as they have come."""
-
-    def __init__(self) -> None:
-        self._actors: dict[str, Any] = {}
-
-    def start_ray(self, folder: Path) -> None:
-        """Start a Ray that listens on the loopback only and keeps its files in `folder`."""
-        import ray
-
-        ray.init(
-            address="local",
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(folder / "ray"),  # one below: Ray opens it to all users
-            num_cpus=3,  # so that Ray has three processes ready; the actors reserve none, see `place`
-            num_gpus=0,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-        )
-
-    def place(self, plan: Plan, owner: _Owner) -> str:
-        """Start the actors and return the coordinator's address once all of them serve.
-
-        No actor reserves a core. In a private run a draft and its verification take turns, so both workers
-        may use all the cores, which reservations cannot say. An actor that dies stays dead: the run ends
-        with it.
-        """
-        import ray
-
-        options = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-        workers = {"target": (TargetActor, plan.target), "draft": (DrafterActor, plan.draft)}
-        pending = {}
-        for role, (kind, settings) in workers.items():
-            if settings is not None:
-                self._actors[role] = options(kind).remote()
-                pending[self._actors[role].start.remote(settings)] = role
-        self._actors["coordinator"] = options(CoordinatorActor).remote()
-
-        addresses: dict[str, str] = {}
-        while pending:
-            owner.say(stage=f"Loading {' and '.join(pending.values())}")
-            [done], _ = ray.wait(list(pending))
-            role = pending.pop(done)
-            addresses[role] = _result(role, done)
-        owner.say(stage="Starting the coordinator")
-        config = _coordinator_config(plan, addresses)
-        return _result("coordinator", self._actors["coordinator"].start.remote(config))
-
-    def drain(self) -> None:
-        """Let every actor finish what is at hand, the coordinator first, as it gives out the work."""
-        import ray
-
-        for _, actor in reversed(self._actors.items()):
-            ray.get(actor.stop.remote(DRAIN_SECONDS), timeout=DRAIN_SECONDS + 5)
-
-
-class _ActorFailed(RuntimeError):
-    """The sentence says which actor failed and why."""
-
-
-def _result(role: str, reference: Any) -> str:
-    """What an actor returned. Raises _ActorFailed in words that say which one failed."""
-    import ray
-
-    try:
-        return str(ray.get(reference))
-    except ray.exceptions.RayTaskError as error:
-        raise _ActorFailed(f"The {role} did not start: {_in_words(error.cause)}") from error
-    except ray.exceptions.RayActorError as error:
-        if error.actor_init_failed:
-            raise _ActorFailed(f"The {role} did not start: {_in_words(error)}") from error
-        raise _ActorFailed(
-            f"The {role}'s process died while it started; perhaps it was killed or memory ran out."
-        ) from error
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def _coordinator_config(plan: Plan, addresses: dict[str, str]) -> Any:
-    from coordinator.server import CoordinatorConfig
-
-    return CoordinatorConfig(
-        host="127.0.0.1",
-        port=0,
-        targets=(addresses["target"],),
-        drafts=(addresses["draft"],) if "draft" in addresses else (),
-        tokenizer_folder=plan.target.folder,
-        num_draft_tokens=plan.num_draft_tokens,
-    )
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
 
 
 if __name__ == "__main__":

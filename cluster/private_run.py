@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.actors import WorkerSettings
-from cluster.local_ray import Plan
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
+from cluster.plan import Plan
 from coordinator.requests import Limits, read_request
 from coordinator.text import Text
 from coordinator.text_error import TextError

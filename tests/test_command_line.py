@@ -17,7 +17,7 @@ from cluster import generate_command
 from cluster.command_line import app
 from cluster.deployment import DeploymentFailed
 from cluster.interrupts import Interrupted
-from cluster.local_ray import Plan
+from cluster.plan import Deployed, Plan
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -79,8 +79,9 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
     server.start()
 
     @contextlib.contextmanager
-    def deployed(plan: Plan, say: Any, *, startup_seconds: float) -> Iterator[str]:
-        yield f"127.0.0.1:{port}"
+    def deployed(plan: Plan, say: Any, *, startup_seconds: float) -> Iterator[Deployed]:
+        address = f"127.0.0.1:{port}"
+        yield Deployed(address=address, control_token="", workers=(), coordinator_pid=0, ray_address="")
 
     monkeypatch.setattr(generate_command, "private_deployment", deployed)
     yield servicer

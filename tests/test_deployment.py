@@ -22,7 +22,7 @@ import pytest
 
 from cluster.actors import WorkerSettings
 from cluster.deployment import DeploymentFailed, private_deployment
-from cluster.local_ray import Plan
+from cluster.plan import Plan
 from cluster.processes import end_session, session_members
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GenerateReply, GenerateRequest
@@ -151,7 +151,7 @@ def test_a_model_that_its_worker_refuses_is_reported_in_its_own_words(pair: Pair
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))  # one without weights
     plan = Plan(target=_settings(broken), draft=None, num_draft_tokens=0)
     with (
-        pytest.raises(DeploymentFailed, match=r"The target did not start: .*lacks .* weights"),
+        pytest.raises(DeploymentFailed, match=r"target-0 did not start: .*lacks .* weights"),
         private_deployment(plan, print, startup_seconds=60),
     ):
         pass
@@ -171,7 +171,7 @@ def test_a_start_that_takes_too_long_is_ended(pair: Pair) -> None:
 
 @pytest.mark.ray
 def test_only_its_owner_reaches_it_and_sigterm_drains_an_actor(pair: Pair) -> None:
-    with private_deployment(pair.plan(), print, startup_seconds=120) as address:
+    with private_deployment(pair.plan(), print, startup_seconds=120) as deployed:
         leader = _child_of(os.getpid()).pid
         members = [psutil.Process(pid) for pid in session_members(leader)]
         assert _listening_hosts(members) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
@@ -179,7 +179,7 @@ def test_only_its_owner_reaches_it_and_sigterm_drains_an_actor(pair: Pair) -> No
         assert _answer_without_token(ray_head) == grpc.StatusCode.UNAUTHENTICATED
         [coordinator] = [process for process in members if "Coordinato" in process.name()]
         assert not any("torch" in mapped.path for mapped in coordinator.memory_maps())
-        replies = _generate(address)
+        replies = _generate(deployed.address)
         next(replies)  # the request runs
         coordinator.send_signal(signal.SIGTERM)
         events = [reply.WhichOneof("event") for reply in replies]

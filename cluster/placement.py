@@ -1,0 +1,162 @@
+"""A Ray of its own and the actors of one deployment in it: started, placed, drained.
+
+Knows Ray and a plan. Does not know who wants the deployment, nor how its processes are ended
+(`cluster.local_ray`).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster.actors import CoordinatorActor, DrafterActor, TargetActor
+from cluster.deployment_state import WorkerAddress
+from cluster.plan import Deployed, Plan
+
+NAMESPACE = "outrider"  # where the actors' names are known
+COORDINATOR = "coordinator"
+OBJECT_STORE_BYTES = 100_000_000  # nothing of size travels through it
+Say = Callable[[str], None]
+PATIENCE_SECONDS = 5.0  # for the answer of an actor that has had its grace
+
+
+class ActorFailed(RuntimeError):
+    """The sentence says which actor failed and why."""
+
+
+class Placement:
+    """Ray and the actors in it, as far as they have come."""
+
+    def __init__(self) -> None:
+        """Nothing runs yet."""
+        self._actors: dict[str, Any] = {}
+        self._ray_address = ""
+
+    def start_ray(self, folder: Path, num_processes: int) -> None:
+        """Start a Ray that listens on the loopback only, keeps its files in `folder`, and has
+        `num_processes` processes ready.
+
+        A Ray that `ray.init` makes ends with the process that made it. This one lives until its processes
+        are ended, so that a deployment outlives its keeper. It is made the way `ray.cluster_utils.Cluster`
+        makes one, which beyond that leaves a file for all users of the machine; `ray start` opens a port of
+        a fixed number.
+        """
+        import ray
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        parameters = RayParams(
+            node_ip_address="127.0.0.1",
+            temp_dir=str(folder / "ray"),  # one below: Ray opens it to all users
+            num_cpus=num_processes,  # Ray prepares one for each; the actors reserve none, see `place`
+            num_gpus=0,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            min_worker_port=0,  # any free ones
+            max_worker_port=0,
+        )
+        self._ray_address = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False).address
+        ray.init(
+            address=self._ray_address,
+            namespace=NAMESPACE,
+            _node_ip_address="127.0.0.1",
+            log_to_driver=False,
+            configure_logging=False,
+        )
+
+    def place(self, plan: Plan, say: Say) -> Deployed:
+        """Start the actors, and return once all of them serve. Raises ActorFailed.
+
+        No actor reserves a core: workers take turns in part, which reservations cannot say. An actor that
+        dies stays dead: whoever placed it sees that and says so.
+        """
+        import ray
+
+        def create(name: str, kind: type) -> Any:
+            options = {"name": name, "lifetime": "detached"}
+            limits = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+            self._actors[name] = ray.remote(**limits)(kind).options(**options).remote()
+            return self._actors[name]
+
+        kinds = {"target": TargetActor, "draft": DrafterActor}
+        workers = {name: (role, settings) for name, role, settings in plan.workers()}
+        pending = {}
+        for name, (role, settings) in workers.items():
+            pending[create(name, kinds[role]).start.remote(settings, _worker_config(plan))] = name
+        create(COORDINATOR, CoordinatorActor)
+        addresses: dict[str, str] = {}
+        while pending:
+            say(f"Loading {' and '.join(pending.values())}")
+            [done], _ = ray.wait(list(pending))
+            name = pending.pop(done)
+            addresses[name] = _result(name, done)
+        say("Starting the coordinator")
+        config = _coordinator_config(
+            plan, {role: [addresses[name] for name in workers if workers[name][0] == role] for role in kinds}
+        )
+        address = _result(COORDINATOR, self._actors[COORDINATOR].start.remote(config))
+        pids = {name: int(_result(name, actor.pid.remote())) for name, actor in self._actors.items()}
+        return Deployed(
+            address=address,
+            control_token=plan.control_token,
+            workers=tuple(
+                WorkerAddress(
+                    role=role, name=name, model=settings.name, address=addresses[name], pid=pids[name]
+                )
+                for name, (role, settings) in workers.items()
+            ),
+            coordinator_pid=pids[COORDINATOR],
+            ray_address=self._ray_address,
+        )
+
+    def drain(self, grace_seconds: float) -> None:
+        """Let every actor finish what is at hand, within the grace: the coordinator first, as it gives out
+        the work, then all workers at once. One that does not answer, or is dead, is passed over.
+        """
+        import ray
+
+        names = self._actors.keys()
+        for these in (names & {COORDINATOR}, names - {COORDINATOR}):
+            stopping = [self._actors[name].stop.remote(grace_seconds) for name in these]
+            if stopping:
+                ray.wait(stopping, num_returns=len(stopping), timeout=grace_seconds + PATIENCE_SECONDS)
+
+
+def _result(name: str, reference: Any) -> str:
+    """What an actor returned, as text. Raises ActorFailed in words that say which one failed."""
+    import ray
+
+    try:
+        return str(ray.get(reference))
+    except ray.exceptions.RayTaskError as error:
+        raise ActorFailed(f"{name} did not start: {in_words(error.cause)}") from error
+    except ray.exceptions.RayActorError as error:
+        if error.actor_init_failed:
+            raise ActorFailed(f"{name} did not start: {in_words(error)}") from error
+        raise ActorFailed(
+            f"{name} did not start: its process died; perhaps it was killed or memory ran out."
+        ) from error
+
+
+def in_words(error: BaseException) -> str:
+    """What the error says, or what it is where it says nothing."""
+    return str(error) or type(error).__name__
+
+
+def _worker_config(plan: Plan) -> Any:
+    from workers.server import WorkerConfig
+
+    return WorkerConfig(control_token=plan.control_token)
+
+
+def _coordinator_config(plan: Plan, addresses: dict[str, list[str]]) -> Any:
+    from coordinator.server import CoordinatorConfig
+
+    return CoordinatorConfig(
+        port=plan.port,
+        targets=addresses["target"],
+        drafts=addresses["draft"],
+        control_token=plan.control_token,
+        tokenizer_folder=plan.target.folder,
+        num_draft_tokens=plan.num_draft_tokens,
+        rule=plan.rule,
+    )
