@@ -24,6 +24,8 @@ class Pipeline:
     draft: WorkerServer | None
     coordinator: CoordinatorServer
     address: str
+    target_address: str
+    target_address: str
 
 
 @dataclass
@@ -71,7 +73,12 @@ async def pipeline(
         stack.push_async_callback(server.stop, 0.1)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         yield Pipeline(
-            inference_pb2_grpc.InferenceStub(channel), target_server, draft_server, server, address
+            inference_pb2_grpc.InferenceStub(channel),
+            target_server,
+            draft_server,
+            server,
+            address,
+            addresses["targets"][0],
         )
 
 

@@ -1,0 +1,117 @@
+"""How likely `outrider check-law` is to find each fault, at its default number of samples.
+
+    python -m tests.study_power            # all faults, about half an hour on one core
+    python -m tests.study_power residual   # those whose name contains the word
+
+Each fault of `tests/law_faults.py` is put into a running deployment, which is checked several times. The power is
+that of the strongest finding, from all runs of the fault together and on their cautious side: the noncentrality
+of the chi-square, the distance of the acceptance in standard deviations and the rates of what must not occur
+are taken at the lower ends of 99 % intervals. Not part of the test suite: it takes too long.
+"""
+
+import asyncio
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from cluster.check_law import CheckSettings, check_law
+from cluster.joint_law import chi_square
+from cluster.law_report import LEVEL, LawReport, Verdict
+from tests.law_faults import FAULTS, PROMPT, SOUND, TOP_K, Fault, deployment
+
+NUM_RUNS = 4
+CAUTION = float(stats.norm.isf(0.01))
+
+
+@dataclass(frozen=True)
+class Power:
+    """The chance of each finding, in one check."""
+
+    zero: float
+    joint: float
+    pairs: float
+    acceptance: float
+    redraw: float
+    unusable: float
+
+
+def power_of(reports: Sequence[LawReport]) -> Power:
+    """From checks of one deployment, all with the same cells."""
+    n = len(reports)
+    partition = reports[0].partition
+    pooled = chi_square(np.sum([report.counts for report in reports], axis=0), partition.masses)
+    return Power(
+        zero=_at_least_one(sum(len(report.impossible) for report in reports), n),
+        joint=_joint(pooled.statistic, pooled.degrees_of_freedom, n),
+        pairs=_normal([float(stats.norm.isf(max(report.pairs_p_value, 1e-300))) for report in reports]),
+        acceptance=_normal([_deviation(report) for report in reports], two_sided=True),
+        redraw=_at_least_one(sum(report.num_mismatches for report in reports), n),
+        unusable=_at_least_one(sum(report.num_unusable for report in reports), n),
+    )
+
+
+def _at_least_one(count: int, num_runs: int) -> float:
+    """Poisson: the chance of at least one in a run, with the rate at its lower end."""
+    return 1.0 - math.exp(-stats.chi2.ppf(0.01, 2 * count) / 2 / num_runs) if count else 0.0
+
+
+def _joint(statistic: float, df: int, num_runs: int) -> float:
+    """Noncentral chi-square, with the noncentrality at its lower end, an n-th for each of n runs."""
+    if math.isinf(statistic):
+        return 1.0
+    excess = max(statistic - df, 0.0)
+    noncentrality = max(excess - CAUTION * math.sqrt(2 * (df + 2 * excess)), 0.0) / num_runs
+    return float(stats.ncx2.sf(stats.chi2.isf(LEVEL, df), df, noncentrality)) if noncentrality else 0.0
+
+
+def _deviation(report: LawReport) -> float:
+    if report.acceptance_p_value is None:
+        return 0.0
+    sign = 1.0 if report.num_accepted > report.expected_accepted else -1.0
+    return sign * float(stats.norm.isf(max(report.acceptance_p_value, 1e-300) / 2))
+
+
+def _normal(deviations: Sequence[float], *, two_sided: bool = False) -> float:
+    """The chance of a deviation beyond the level, with the mean at its lower end."""
+    mean = float(np.mean(deviations))
+    distance = (abs(mean) if two_sided else mean) - CAUTION / math.sqrt(len(deviations))
+    return float(stats.norm.sf(stats.norm.isf(LEVEL / (2 if two_sided else 1)) - max(distance, 0.0)))
+
+
+async def study(fault: Fault, num_runs: int, seed: int) -> list[LawReport]:
+    """Checks of a deployment with the fault, at the default number of samples."""
+    async with deployment(fault) as endpoints:
+        return [
+            await check_law(
+                endpoints, PROMPT, CheckSettings(seed=seed + run * 2**40, top_k=TOP_K), lambda _: None
+            )
+            for run in range(num_runs)
+        ]
+
+
+def main() -> None:
+    """Study the faults and print the table."""
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    console = Console(width=160)
+    table = Table("fault", "found", "zero", "joint law", "pairs", "acceptance", "redraw", "unusable")
+    for name, fault in {**SOUND, **FAULTS}.items():
+        if word not in name:
+            continue
+        reports = asyncio.run(study(fault, NUM_RUNS, seed=1))
+        power = power_of(reports)
+        found = sum(report.verdict is Verdict.INCONSISTENT for report in reports)
+        values = (power.zero, power.joint, power.pairs, power.acceptance, power.redraw, power.unusable)
+        row = (name, f"{found}/{len(reports)}", *(f"{value:.3f}" for value in values))
+        console.print(" | ".join(row), markup=False)
+        table.add_row(*row)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

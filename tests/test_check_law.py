@@ -1,0 +1,147 @@
+"""The check of the law on running deployments: sound ones pass, faulty ones do not, and by the right finding.
+
+Few samples and strong faults: how likely each is found at the default number is `study_power`'s business.
+"""
+
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rich.console import Console
+
+from cluster.check_law import CheckFailed, CheckSettings, Endpoints, check_law
+from cluster.law_report import LEVEL, LawReport, Verdict
+from cluster.law_table import law_as_json, law_tables
+from tests.law_faults import FAULTS, PROMPT, SOUND, TOP_K, Fault, deployment, nothing
+from workers.language_model import Feed, Logits
+from workers.table_model import TableModel
+
+
+async def checked(
+    fault: Fault,
+    num_samples: int = 384,
+    *,
+    token: str | None = None,
+    said: list[str] | None = None,
+    **fields: Any,
+) -> LawReport:
+    """A check of a deployment with a fault in it."""
+    settings = CheckSettings(**{"num_samples": num_samples, "top_k": TOP_K, "seed": 0} | fields)
+    async with deployment(fault) as endpoints:
+        if token is not None:
+            endpoints = Endpoints(endpoints.service, endpoints.target, token, endpoints.has_token_rule)
+        return await check_law(endpoints, PROMPT, settings, (said if said is not None else []).append)
+
+
+@pytest.mark.parametrize("name", SOUND)
+async def test_a_sound_deployment_is_consistent(name: str) -> None:
+    report = await checked(SOUND[name])
+    assert (report.verdict, report.faults, report.doubts) == (Verdict.CONSISTENT, (), ())
+    assert report.num_samples == sum(report.counts) == 384
+    assert report.chi_square.degrees_of_freedom >= 10
+    assert report.share_verified > 0.5
+    assert report.num_rows > 10
+    assert 0 < report.num_checked <= report.num_tokens
+
+
+async def test_the_whole_vocabulary_can_be_checked_and_a_single_text() -> None:
+    whole = await checked(SOUND["sound, token rule"], top_k=0, top_p=0.95, min_p=0.01, temperature=0.7)
+    assert whole.verdict is Verdict.CONSISTENT
+    greedy = await checked(SOUND["sound, token rule"], num_samples=32, temperature=0.0)
+    assert greedy.verdict is Verdict.CONSISTENT
+    assert greedy.chi_square.degrees_of_freedom == 0
+    assert greedy.num_checked == greedy.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("residual not normalised, search clamped to the last id", "zero"),
+        ("greedy draft with a soft q", "joint"),
+        ("p and q swapped in the ratio", "acceptance"),
+        ("the samples of a request share their keys", "pairs"),
+        ("drawn at half the temperature, redrawn by the target", "redraw"),
+    ],
+)
+async def test_each_finding_condemns_a_fault_of_its_kind(name: str, finding: str) -> None:
+    report = await checked(FAULTS[name])
+    assert report.verdict is Verdict.INCONSISTENT
+    assert {
+        "zero": len(report.impossible) > 0,
+        "joint": report.chi_square.p_value < LEVEL,
+        "acceptance": (report.acceptance_p_value or 1.0) < LEVEL,
+        "pairs": report.pairs_p_value < LEVEL,
+        "redraw": report.num_mismatches > 0,
+    }[finding]
+
+
+async def test_without_the_control_token_it_says_so() -> None:
+    with pytest.raises(CheckFailed, match="UNAUTHENTICATED from the target"):
+        await checked(SOUND["sound, token rule"], token="another")
+
+
+async def test_when_time_is_up_what_was_begun_is_compared_and_the_verdict_is_open() -> None:
+    report = await checked(SOUND["sound, token rule"], num_samples=2**14, max_seconds=1e-3)
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert 0 < report.num_samples < 2**14
+    assert sum(report.counts) == report.num_samples
+
+
+async def test_a_deployment_that_does_not_draft_says_nothing_about_drafting() -> None:
+    plain = await checked(Fault(nothing, config={"num_draft_tokens": 0}), num_samples=64)
+    assert (plain.verdict, plain.share_verified) == (Verdict.CONSISTENT, 0.0)
+
+
+async def test_it_waits_for_places_and_keeps_to_the_services_limits() -> None:
+    """One choice a request, and a queue that refuses what finds no place."""
+    busy = Fault(nothing, config={"max_choices": 1, "max_waiting_sessions": 0})
+    said: list[str] = []
+    report = await checked(busy, num_samples=160, said=said)
+    assert report.verdict is Verdict.CONSISTENT
+    assert report.num_samples == 160
+    assert any(sentence.startswith("Sampling: 160 of 160") for sentence in said)
+
+
+class Rounds(TableModel):
+    """The 8th and the 9th likeliest token are as likely but for rounding, which differs between passes."""
+
+    passes = itertools.count()
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
+        sign = 1e-5 if next(self.passes) % 2 else -1e-5
+        return [self._rounded(logits, sign) for logits in super().forward(feeds)]
+
+    def _rounded(self, rows: NDArray[np.floating], sign: float) -> Logits:
+        for row in rows:
+            order = np.argsort(row)
+            row[order[-TOP_K - 1]] = row[order[-TOP_K]] + sign
+        return rows
+
+
+async def test_a_tie_that_rounding_decides_is_no_impossible_token() -> None:
+    report = await checked(Fault(nothing, target=Rounds), num_samples=512)
+    assert not report.impossible
+    assert report.verdict is Verdict.CONSISTENT
+
+
+async def test_a_report_can_be_read_by_people_and_by_programs() -> None:
+    report = await checked(FAULTS["residual not normalised, search clamped to the last id"], num_samples=128)
+
+    def name(ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(law_tables(report, name))
+    text = console.export_text()
+    assert "NOT consistent" in text
+    assert f"{len(report.impossible)} sampled tokens have probability zero" in text
+    assert text.count("FAULT") >= 1
+    found = json.loads(json.dumps(law_as_json(report, name)))
+    assert found["verdict"] == "inconsistent"
+    assert sum(cell["observed"] for cell in found["cells"]) == report.num_samples
+    assert sum(cell["expected"] for cell in found["cells"]) == pytest.approx(report.num_samples)
