@@ -25,7 +25,6 @@ class Pipeline:
     coordinator: CoordinatorServer
     address: str
     target_address: str
-    target_address: str
 
 
 @dataclass
