@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.deployment_commands import Offline, down_command, ps_command, up_command
 from cluster.interrupts import Interrupted
 
 STARTUP_SECONDS = 300.0
@@ -47,13 +48,25 @@ def outrider(
 def generate_command(
     prompt: Annotated[str, typer.Argument(help="The text to continue or answer; '-' reads standard input.")],
     target: Annotated[
-        str,
-        typer.Option(help="The model to write with: demo, a folder, or a hub id (org/name@revision)."),
-    ] = "demo",
+        str | None,
+        typer.Option(
+            help="The model to write with: demo, a folder, or a hub id (org/name@revision).",
+            show_default="the deployment's, or demo",
+        ),
+    ] = None,
     draft: Annotated[
-        str, typer.Option(help="The model that proposes tokens: as for --target, or none for plain decoding.")
-    ] = "demo",
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens a round (K), 64 at most; 0 for none.")] = 3,
+        str | None,
+        typer.Option(
+            help="The model that proposes tokens: as for --target, or none for plain decoding.",
+            show_default="the deployment's, or demo",
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft tokens a round (K), 64 at most; 0 for none.", show_default="the deployment's, or 3"
+        ),
+    ] = None,
     # Not the model's own law, 1.0: at that, a small chat model wanders off within two sentences.
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, 1 the model's own law, 100 the limit.")
@@ -79,23 +92,33 @@ def generate_command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of the text as it comes.")
     ] = False,
+    deployment: Annotated[
+        str | None,
+        typer.Option(help="The deployment to use.", show_default="default, if it is up; else a private one"),
+    ] = None,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private", help="Use a private deployment, as --target and --draft do, even if one is up."
+        ),
+    ] = False,
+    offline: Offline = False,
     startup_timeout: Annotated[
-        float, typer.Option(help="Seconds within which the deployment must serve.")
+        float, typer.Option(help="Seconds within which a private deployment must serve.")
     ] = STARTUP_SECONDS,
 ) -> None:
-    """Generate one text on a private local deployment that ends with it.
+    """Generate one text, on the deployment that is up or on a private one that ends with it.
 
-    Starts Ray, a drafter, a target and a coordinator on this machine, sends one request, shows which tokens
-    were drafted, and ends everything. The text goes to standard output, everything else to standard error.
+    Without a deployment that is up (see `outrider up`), starts Ray, a drafter, a target and a coordinator on
+    this machine and ends them with the text. Shows which tokens were drafted. The text goes to standard
+    output, everything else to standard error.
     """
     try:
-        from cluster.generate_command import generate_text
+        from cluster.generate_command import Place, generate_text
         from cluster.private_run import Wish
 
         wish = Wish(
             prompt=prompt,
-            target=target,
-            draft=draft,
             num_draft_tokens=draft_tokens,
             chat=chat,
             temperature=temperature,
@@ -105,12 +128,18 @@ def generate_command(
             seed=seed,
             max_tokens=max_tokens,
         )
-        code = generate_text(wish, startup_seconds=startup_timeout, as_json=as_json)
+        place = Place(target, draft, deployment, private, startup_timeout)
+        code = generate_text(wish, place, as_json=as_json)
     except KeyboardInterrupt as error:
         typer.echo("Interrupted; nothing was left running.", err=True)
         number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     raise typer.Exit(code)
+
+
+app.command("up", epilog=EXIT_CODES)(up_command)
+app.command("ps", epilog=EXIT_CODES)(ps_command)
+app.command("down", epilog=EXIT_CODES)(down_command)
 
 
 if __name__ == "__main__":

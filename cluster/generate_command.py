@@ -1,5 +1,5 @@
-"""What `outrider generate` does: find the models, deploy them, send one request, show what comes, end
-everything.
+"""What `outrider generate` does: send one request to a deployment that is up, or to a private one that it
+starts and ends, and show what comes.
 
 Knows the order of these steps, and the two streams of a terminal. Each step stands in a module of its own;
 Ray and torch are loaded by none of them, but in the processes that they start.
@@ -8,41 +8,77 @@ Ray and torch are loaded by none of them, but in the processes that they start.
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.text import Text
 
+from cluster.answering import NoAnswer, require_answer
 from cluster.deployment import DeploymentFailed, private_deployment
+from cluster.deployment_state import DEFAULT_NAME, DeploymentState, DeploymentStateError, read_state
 from cluster.generation import Generation, GenerationFailed, generate
 from cluster.memory import DoesNotFit
-from cluster.private_run import Refused, Wish, check_options, prepare
+from cluster.outcome import DONE, FAILED, REFUSED, say_error
+from cluster.private_run import Models, Refused, Wish, check_options, full_request, load_text, prepare
 from cluster.progress import Steps
 from cluster.terminal import figures, legend, printable, styled
-from protos.inference_pb2 import Token
+from protos.inference_pb2 import GenerateRequest, Token
 from workers.checkpoints import ModelRefused
 
-DONE, FAILED, REFUSED = 0, 1, 2  # exit codes
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to generate, as a person says it."""
+
+    target: str | None  # None: the deployment's
+    draft: str | None
+    deployment: str | None  # its name; None: the default one if it is up
+    is_private: bool  # on a deployment that ends with the text, even if one is up
+    startup_seconds: float
+
+    def find(self) -> DeploymentState | None:
+        """The deployment to use; None: a private one. Raises Refused, or DeploymentStateError."""
+        wants_private = self.is_private or self.target is not None or self.draft is not None
+        if self.deployment is not None and wants_private:
+            raise Refused(
+                f"deployment is {self.deployment}; it cannot be used with --private, --target or --draft,"
+                " which ask for a private one"
+            )
+        state = None if wants_private else read_state(self.deployment or DEFAULT_NAME)
+        if state is None and self.deployment is not None:
+            raise DeploymentStateError(
+                f"No deployment {self.deployment!r} is up: start it with `outrider up --name"
+                f" {self.deployment}`, or leave out --deployment."
+            )
+        return state
+
+    def models(self) -> Models:
+        """What a private deployment runs."""
+        named = {"target": self.target, "draft": self.draft}
+        return Models(**{role: name for role, name in named.items() if name is not None})
 
 
-def generate_text(wish: Wish, *, startup_seconds: float, as_json: bool) -> int:
+def generate_text(wish: Wish, place: Place, *, as_json: bool) -> int:
     """Do it, say what happened, and return the exit code."""
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         wish = replace(wish, prompt=_read_prompt(wish.prompt))
         check_options(wish)
-        if not startup_seconds > 0:
-            raise Refused(f"startup_timeout is {startup_seconds}; it must lie above 0")
-        generation = _run(wish, startup_seconds, None if as_json else out, err)
+        if not place.startup_seconds > 0:
+            raise Refused(f"startup_timeout is {place.startup_seconds}; it must lie above 0")
+        state, screen_out = place.find(), None if as_json else out
+        if state is None:
+            generation = _run_privately(wish, place, screen_out, err)
+        else:
+            generation = _run_on(state, wish, screen_out, err)
     except Refused as error:
-        return _say_error(err, _with_options(str(error)), REFUSED)
+        return say_error(err, _with_options(str(error)), REFUSED)
     except GenerationFailed as error:
-        return _say_error(err, str(error), REFUSED if error.refused else FAILED)
+        return say_error(err, str(error), REFUSED if error.refused else FAILED)
     except BrokenPipeError:  # whoever read the text has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
         return FAILED
-    except (ModelRefused, DeploymentFailed, DoesNotFit) as error:
-        return _say_error(err, str(error), FAILED)
+    except (ModelRefused, DeploymentFailed, DeploymentStateError, NoAnswer, DoesNotFit) as error:
+        return say_error(err, str(error), FAILED)
     if as_json:
         print(json.dumps(generation.as_json()))
     else:
@@ -50,23 +86,49 @@ def generate_text(wish: Wish, *, startup_seconds: float, as_json: bool) -> int:
     return DONE
 
 
-def _run(wish: Wish, startup_seconds: float, out: Console | None, err: Console) -> Generation:
+def _run_privately(wish: Wish, place: Place, out: Console | None, err: Console) -> Generation:
     """Prepare, deploy, generate; `out` gets the text as it comes."""
     with Steps(err) as steps:
-        run = prepare(wish, steps.say)
+        run = prepare(wish, place.models(), steps.say)
         steps.note(run.memory)
-        with private_deployment(run.plan, steps.say, startup_seconds=startup_seconds) as deployed:
+        plan, seconds = run.plan, place.startup_seconds
+        with private_deployment(plan, steps.say, startup_seconds=seconds) as deployed:
             steps.say("Reading the prompt")
-            if out is None:
-                return generate(deployed.address, run.request, lambda tokens: None)
-            screen = _Screen(out, err, steps, has_legend=run.plan.draft is not None)
-            tail = ""
-            try:
-                generation = generate(deployed.address, run.request, screen.show)
-                tail = generation.tail
-                return generation
-            finally:
-                screen.close(tail)
+            has_legend = plan.draft is not None
+            return _show(deployed.address, run.request, out, err, steps, has_legend=has_legend)
+
+
+def _run_on(state: DeploymentState, wish: Wish, out: Console | None, err: Console) -> Generation:
+    """Generate on a deployment that is up."""
+    with Steps(err) as steps:
+        draft = "no draft" if state.draft is None else f"draft {state.draft}, K = {state.num_draft_tokens}"
+        steps.note(f"On the deployment {state.name!r} at {state.address}: target {state.target}, {draft}")
+        require_answer(state)
+        request = full_request(wish, state.target, load_text(state.target_folder))
+        steps.say("Reading the prompt")
+        return _show(state.address, request, out, err, steps, has_legend=state.draft is not None)
+
+
+def _show(
+    address: str,
+    request: GenerateRequest,
+    out: Console | None,
+    err: Console,
+    steps: Steps,
+    *,
+    has_legend: bool,
+) -> Generation:
+    """Send the request; `out`, if there is one, gets the text as it comes."""
+    if out is None:
+        return generate(address, request, lambda tokens: None)
+    screen = _Screen(out, err, steps, has_legend=has_legend)
+    tail = ""
+    try:
+        generation = generate(address, request, screen.show)
+        tail = generation.tail
+        return generation
+    finally:
+        screen.close(tail)
 
 
 class _Screen:
@@ -112,7 +174,7 @@ def _read_prompt(prompt: str) -> str:
 
 _OPTIONS = {"num_draft_tokens": "--draft-tokens", "startup_timeout": "--startup-timeout"} | {
     name: "--" + name.replace("_", "-")
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "deployment")
 }
 
 
@@ -120,8 +182,3 @@ def _with_options(sentence: str) -> str:
     """The sentence with the option that was typed in place of the field that it became."""
     field, _, rest = sentence.partition(" ")
     return f"{_OPTIONS.get(field, field)} {rest}"
-
-
-def _say_error(err: Console, error: str, code: int) -> int:
-    err.print(Text("Error: ", "bold red") + Text(error, "not bold default"), soft_wrap=True)
-    return code

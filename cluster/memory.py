@@ -1,4 +1,4 @@
-"""How much memory a private run takes, and whether that is there. Arithmetic only: nothing is measured here.
+"""How much memory a deployment takes, and whether that is there. Arithmetic only: nothing is measured here.
 
 Counted are the weights of both models in the precision they are computed in, their slot caches, and what the
 processes need beside that. The caches are reserved page by page as positions fill, so a short run stays below
@@ -25,17 +25,23 @@ class DoesNotFit(MemoryError):
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Bytes that one worker takes."""
+    """Bytes that each worker of a role takes."""
 
     role: str
     weights: int
     cache: int
     room: int
+    count: int = 1  # such workers
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.cache + self.room
+        """All of it, of all of them."""
+        return self.count * (self.weights + self.cache + self.room)
+
+    @property
+    def label(self) -> str:
+        """The role, with the number of its workers where there are several."""
+        return self.role if self.count == 1 else f"{self.count} {self.role}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +58,16 @@ class Estimate:
 
     def sentence(self, available: int) -> str:
         """The estimate in words, in GB."""
-        parts = [f"{model.role} {_gb(model.total)}" for model in self.models] + [f"Ray {_gb(self.ray)}"]
+        parts = [f"{model.label} {_gb(model.total)}" for model in self.models] + [f"Ray {_gb(self.ray)}"]
         return f"Memory: about {_gb(self.total)} GB of {_gb(available)} GB available ({', '.join(parts)})"
 
-    def require(self, available: int) -> None:
-        """Raise DoesNotFit when the run would take more than there is."""
+    def require(self, available: int, lower: str = "--max-tokens") -> None:
+        """Raise DoesNotFit when the run would take more than there is; `lower` are the options that help."""
         if self.total <= available:
             return
         details = "; ".join(
-            f"the {model.role} takes {_gb(model.weights)} GB of weights, {_gb(model.cache)} GB of cache and"
-            f" {_gb(model.room)} GB of working room"
+            f"{'the' if model.count == 1 else 'each'} {model.role} takes {_gb(model.weights)} GB of weights,"
+            f" {_gb(model.cache)} GB of cache and {_gb(model.room)} GB of working room"
             for model in self.models
         )
         remedy = (
@@ -69,18 +75,20 @@ class Estimate:
         )
         raise DoesNotFit(
             f"This run needs about {_gb(self.total)} GB of memory and {_gb(available)} GB are available:"
-            f" {details}; Ray takes {_gb(self.ray)} GB. Choose {remedy}, lower --max-tokens, or free memory."
+            f" {details}; Ray takes {_gb(self.ray)} GB. Choose {remedy}, lower {lower}, or free memory."
         )
 
 
-def model_memory(role: str, info: CheckpointInfo, *, num_slots: int, max_length: int) -> ModelMemory:
-    """What one worker takes with `num_slots` sequences of up to `max_length` positions."""
+def model_memory(
+    role: str, info: CheckpointInfo, *, num_slots: int, max_length: int, count: int = 1
+) -> ModelMemory:
+    """What `count` workers take, each with `num_slots` sequences of up to `max_length` positions."""
     weights = info.num_parameters * BYTES_PER_NUMBER
     numbers_per_position = (
         2 * info.num_layers * info.num_kv_heads * info.head_dim
     )  # a key and a value a layer
     cache = numbers_per_position * num_slots * max_length * BYTES_PER_NUMBER
-    return ModelMemory(role, weights, cache, WORKER_BYTES + int(weights * ACTIVATION_SHARE))
+    return ModelMemory(role, weights, cache, WORKER_BYTES + int(weights * ACTIVATION_SHARE), count)
 
 
 def estimate(models: Sequence[ModelMemory]) -> Estimate:

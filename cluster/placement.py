@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from cluster.actors import CoordinatorActor, DrafterActor, TargetActor
 from cluster.deployment_state import WorkerAddress
 from cluster.plan import Deployed, Plan
@@ -71,10 +73,9 @@ class Placement:
         """
         import ray
 
-        def create(name: str, kind: type) -> Any:
-            options = {"name": name, "lifetime": "detached"}
-            limits = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-            self._actors[name] = ray.remote(**limits)(kind).options(**options).remote()
+        def create(name: str, kind: Any) -> Any:
+            actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
+            self._actors[name] = actor.options(name=name, lifetime="detached").remote()
             return self._actors[name]
 
         kinds = {"target": TargetActor, "draft": DrafterActor}
@@ -91,7 +92,9 @@ class Placement:
             addresses[name] = _result(name, done)
         say("Starting the coordinator")
         config = _coordinator_config(
-            plan, {role: [addresses[name] for name in workers if workers[name][0] == role] for role in kinds}
+            plan,
+            targets=tuple(addresses[name] for name, role, _ in plan.workers() if role == "target"),
+            drafts=tuple(addresses[name] for name, role, _ in plan.workers() if role == "draft"),
         )
         address = _result(COORDINATOR, self._actors[COORDINATOR].start.remote(config))
         pids = {name: int(_result(name, actor.pid.remote())) for name, actor in self._actors.items()}
@@ -145,17 +148,17 @@ def in_words(error: BaseException) -> str:
 def _worker_config(plan: Plan) -> Any:
     from workers.server import WorkerConfig
 
-    return WorkerConfig(control_token=plan.control_token)
+    return WorkerConfig(control_token=SecretStr(plan.control_token))
 
 
-def _coordinator_config(plan: Plan, addresses: dict[str, list[str]]) -> Any:
+def _coordinator_config(plan: Plan, *, targets: tuple[str, ...], drafts: tuple[str, ...]) -> Any:
     from coordinator.server import CoordinatorConfig
 
     return CoordinatorConfig(
         port=plan.port,
-        targets=addresses["target"],
-        drafts=addresses["draft"],
-        control_token=plan.control_token,
+        targets=targets,
+        drafts=drafts,
+        control_token=SecretStr(plan.control_token),
         tokenizer_folder=plan.target.folder,
         num_draft_tokens=plan.num_draft_tokens,
         rule=plan.rule,

@@ -28,10 +28,11 @@ class Plan(Settings):
 
     def workers(self) -> list[tuple[str, Literal["target", "draft"], WorkerSettings]]:
         """Name, role and settings of each worker, targets first."""
-        targets = [(f"target-{i}", "target", self.target) for i in range(self.num_targets)]
-        if self.draft is None:
-            return targets
-        return targets + [(f"drafter-{i}", "draft", self.draft) for i in range(self.num_drafters)]
+        workers: list[tuple[str, Literal["target", "draft"], WorkerSettings]] = []
+        workers += [(f"target-{i}", "target", self.target) for i in range(self.num_targets)]
+        if self.draft is not None:
+            workers += [(f"drafter-{i}", "draft", self.draft) for i in range(self.num_drafters)]
+        return workers
 
 
 class Deployed(Settings):

@@ -4,7 +4,8 @@ Knows checkpoints, the request's rules and memory. Starts nothing and loads no w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cluster.actors import WorkerSettings
 from cluster.machine import available_memory, usable_cores
@@ -19,6 +20,8 @@ from protos.status import TaskError
 from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
 
 NO_DRAFT = "none"
+DEMO = "demo"
+DEFAULT_NUM_DRAFT_TOKENS = 3
 _NO_LIMIT = 2**31 - 1
 _INTEGERS = {  # looked at here, since a message holds no others
     "num_draft_tokens": (0, MAX_DRAFT_TOKENS),
@@ -35,13 +38,19 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Models:
+    """Which models to run, as a person says it."""
+
+    target: str = DEMO
+    draft: str = DEMO  # a model, or NO_DRAFT
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
-    """What to run, as a person says it."""
+    """What to write, as a person says it."""
 
     prompt: str
-    target: str
-    draft: str  # a model, or NO_DRAFT
-    num_draft_tokens: int
+    num_draft_tokens: int | None  # None: the deployment's
     chat: bool | None  # None: where the target has a chat template
     temperature: float
     top_k: int
@@ -49,11 +58,6 @@ class Wish:
     min_p: float
     seed: int | None  # None: a fresh one
     max_tokens: int
-
-    @property
-    def drafts(self) -> bool:
-        """Whether a drafter is wanted."""
-        return self.draft != NO_DRAFT and self.num_draft_tokens > 0
 
     def options(self) -> GenerateRequest:
         """The request without its prompt."""
@@ -64,7 +68,7 @@ class Wish:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            num_draft_tokens=self.num_draft_tokens if self.drafts else 0,
+            num_draft_tokens=self.num_draft_tokens,
         )
 
 
@@ -94,44 +98,52 @@ def check_options(wish: Wish) -> None:
         raise Refused(f"prompt is not UTF-8 at character {error.start}") from None
 
 
-def prepare(wish: Wish, say: Say) -> PrivateRun:
+def prepare(wish: Wish, models: Models, say: Say) -> PrivateRun:
     """Find the models, fetching them where need be, and plan their deployment.
 
     Raises Refused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
     """
-    say(f"Finding the target {wish.target}")
-    target = check(resolve(wish.target, role="target", progress=say), role="target")
+    num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if wish.num_draft_tokens is None else wish.num_draft_tokens
+    if models.draft == NO_DRAFT:
+        num_draft_tokens = 0
+    say(f"Finding the target {models.target}")
+    target = check(resolve(models.target, role="target", progress=say), role="target")
     draft = None
-    if wish.drafts:
-        say(f"Finding the draft {wish.draft}")
-        draft = check(resolve(wish.draft, role="draft", progress=say), role="draft")
+    if num_draft_tokens:
+        say(f"Finding the draft {models.draft}")
+        draft = check(resolve(models.draft, role="draft", progress=say), role="draft")
         check_pair(target, draft)
-    request, length = _request(wish, target)
+    text = load_text(target.folder)
+    request = full_request(replace(wish, num_draft_tokens=num_draft_tokens), models.target, text)
     # The slots end where this request must; the round that goes beyond it is part of the length.
-    length += wish.max_tokens + wish.num_draft_tokens + 1
+    length = _read(request, text, vocab_size=target.vocab_size, max_length=target.context_length)
+    length += wish.max_tokens + num_draft_tokens + 1
     plan = Plan(
-        target=_settings(wish.target, target, length),
-        draft=None if draft is None else _settings(wish.draft, draft, length),
-        num_draft_tokens=wish.num_draft_tokens if wish.drafts else 0,
+        target=_settings(models.target, target, length),
+        draft=None if draft is None else _settings(models.draft, draft, length),
+        num_draft_tokens=num_draft_tokens,
     )
     return PrivateRun(plan, request, _weigh(plan, target, draft))
 
 
-def _request(wish: Wish, target: CheckpointInfo) -> tuple[GenerateRequest, int]:
-    """The whole request, checked as the service will check it, and its prompt's length in tokens."""
+def load_text(target_folder: Path) -> Text:
+    """The target's tokenizer and chat template. Raises Refused."""
     try:
-        text = Text.load(target.folder)
+        return Text.load(target_folder)
     except TextError as error:
         raise Refused(str(error)) from error
+
+
+def full_request(wish: Wish, target: str, text: Text) -> GenerateRequest:
+    """The request with its prompt. Raises Refused when a chat is wanted and `target` has no template."""
     if wish.chat and not text.has_chat_template:
-        raise Refused(f"chat is True, but {wish.target} has no chat template; use --no-chat")
+        raise Refused(f"chat is True, but {target} has no chat template; use --no-chat")
     request = wish.options()
     if text.has_chat_template if wish.chat is None else wish.chat:
         request.chat.CopyFrom(Chat(messages=[ChatMessage(role="user", content=wish.prompt)]))
     else:
         request.text = wish.prompt
-    length = _read(request, text, vocab_size=target.vocab_size, max_length=target.context_length)
-    return request, length
+    return request
 
 
 def _read(request: GenerateRequest, text: Text | None, *, vocab_size: int, max_length: int) -> int:

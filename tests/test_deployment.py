@@ -152,7 +152,7 @@ def test_a_model_that_its_worker_refuses_is_reported_in_its_own_words(pair: Pair
     plan = Plan(target=_settings(broken), draft=None, num_draft_tokens=0)
     with (
         pytest.raises(DeploymentFailed, match=r"target-0 did not start: .*lacks .* weights"),
-        private_deployment(plan, print, startup_seconds=60),
+        private_deployment(plan, print, startup_seconds=120),
     ):
         pass
     assert psutil.Process().children() == []

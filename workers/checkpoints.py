@@ -73,12 +73,17 @@ def cache_folder() -> Path:
     )
 
 
+def is_offline() -> bool:
+    """Whether nothing may be fetched: OUTRIDER_OFFLINE is set, and to something else than 0."""
+    return os.environ.get("OUTRIDER_OFFLINE", "0") not in ("", "0")
+
+
 def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
     """The local folder of a model, fetched first if need be.
 
     `name` is a demo name ('demo' is the demo target or the demo draft, by role), a local folder, or a hub id
-    with an optional revision, `org/name@revision`. Raises ModelUnreachable when it cannot be fetched,
-    ModelRefused when it names nothing.
+    with an optional revision, `org/name@revision`. Raises ModelUnreachable when it cannot be fetched, or may
+    not be (see `is_offline`), ModelRefused when it names nothing.
     """
     if name in DEMO_NAMES:
         from workers import demo_models  # imports this module
@@ -112,7 +117,7 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
             revision=revision or None,
             allow_patterns=list(HUB_FILES),
             ignore_patterns=["*/*"],
-            local_files_only=not _hub_answers(repository, revision),
+            local_files_only=is_offline() or not _hub_answers(repository, revision),
         )
     except errors.GatedRepoError:
         raise ModelUnreachable(
@@ -128,6 +133,11 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
             f"or {instead}."
         ) from None
     except errors.LocalEntryNotFoundError:
+        if is_offline():
+            raise ModelUnreachable(
+                f"Model {name!r} is no local folder, the hub's cache has no copy, and nothing may be fetched "
+                f"offline: run once without --offline and OUTRIDER_OFFLINE, or {instead}."
+            ) from None
         raise ModelUnreachable(
             f"Model {name!r} is no local folder, the hub does not answer, and its cache has no copy: "
             f"check the connection, or {instead}."

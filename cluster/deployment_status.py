@@ -1,0 +1,171 @@
+"""How a deployment that stays is doing: its file, its processes, and what its coordinator says, put together.
+
+Knows the operating system's accounts and the control service. Changes nothing, and needs no Ray: a stopped or
+dead part is told from what the system says of its process, the rest from what the coordinator sees.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+import psutil
+
+from cluster.deployment_state import DeploymentState
+from cluster.machine import usable_cores
+from protos import control_pb2_grpc
+from protos.authorization import metadata
+from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Totals, WorkerHealth
+
+ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStatus:
+    """One actor. None: not known, or there is no such thing."""
+
+    name: str
+    role: str
+    model: str | None
+    address: str
+    pid: int
+    memory_bytes: int | None
+    num_slots: int | None
+    num_slots_used: int | None
+    num_sessions: int | None
+    problem: str  # in words; empty when healthy
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentReport:
+    """One deployment."""
+
+    state: DeploymentState
+    uptime_seconds: float
+    num_cores: int
+    memory_bytes: int  # of all its processes
+    actors: tuple[ActorStatus, ...]  # the coordinator first
+    num_running_sessions: int | None  # None: the coordinator does not answer
+    num_waiting_sessions: int | None
+    totals: Totals | None
+    problems: tuple[str, ...]  # sentences: what is wrong, and what to do; none when all is well
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of all drafted tokens; None when nothing was drafted."""
+        totals = self.totals
+        return (
+            totals.num_accepted_tokens / totals.num_draft_tokens
+            if totals and totals.num_draft_tokens
+            else None
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """1 + accepted tokens a drafting round; None when nothing was drafted."""
+        totals = self.totals
+        return 1 + totals.num_accepted_tokens / totals.num_drafts if totals and totals.num_drafts else None
+
+
+def examine(state: DeploymentState) -> DeploymentReport:
+    """Look at the deployment. Takes ANSWER_SECONDS at most, and milliseconds when all is well."""
+    members = state.processes()
+    answer = _ask(state)
+    status = answer if isinstance(answer, DeploymentStatus) else None
+    actors = (_coordinator(state, members, answer), *_workers(state, members, status))
+    return DeploymentReport(
+        state=state,
+        uptime_seconds=max(0.0, time.time() - state.created_at),
+        num_cores=usable_cores(),
+        memory_bytes=sum(filter(None, map(_memory, members))),
+        actors=actors,
+        num_running_sessions=status.num_running_sessions if status else None,
+        num_waiting_sessions=status.num_waiting_sessions if status else None,
+        totals=status.totals if status else None,
+        problems=tuple(_problems(state, members, actors)),
+    )
+
+
+def _ask(state: DeploymentState) -> DeploymentStatus | str:
+    """What the coordinator says, or why it says nothing."""
+    with grpc.insecure_channel(state.address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            stub = control_pb2_grpc.ControlStub(channel)
+            request = GetDeploymentStatusRequest()
+            token = metadata(state.control_token)
+            status: DeploymentStatus = stub.GetStatus(request, timeout=ANSWER_SECONDS, metadata=token)
+            return status
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"does not answer within {ANSWER_SECONDS:g} s"
+            return f"does not answer ({error.code().name}: {error.details()})"
+
+
+def _coordinator(state: DeploymentState, members: list[int], answer: DeploymentStatus | str) -> ActorStatus:
+    silence, num_sessions = (answer, None) if isinstance(answer, str) else ("", answer.num_running_sessions)
+    return ActorStatus(
+        name="coordinator",
+        role="coordinator",
+        model=None,
+        address=state.address,
+        pid=state.coordinator_pid,
+        memory_bytes=_memory(state.coordinator_pid),
+        num_slots=None,
+        num_slots_used=None,
+        num_sessions=num_sessions,
+        problem=_process_problem(state.coordinator_pid, members) or silence,
+    )
+
+
+def _workers(
+    state: DeploymentState, members: list[int], status: DeploymentStatus | None
+) -> Iterable[ActorStatus]:
+    told = {worker.address: worker for worker in status.workers} if status else {}
+    for worker in state.workers:
+        health = told.get(worker.address, WorkerHealth(problem="not known: the coordinator does not answer"))
+        yield ActorStatus(
+            name=worker.name,
+            role=worker.role,
+            model=worker.model,
+            address=worker.address,
+            pid=worker.pid,
+            memory_bytes=_memory(worker.pid),
+            num_slots=health.num_slots or None,
+            num_slots_used=health.num_slots_used if health.num_slots else None,
+            num_sessions=health.num_sessions if status else None,
+            problem=_process_problem(worker.pid, members) or ("" if health.is_healthy else health.problem),
+        )
+
+
+def _problems(state: DeploymentState, members: list[int], actors: Iterable[ActorStatus]) -> Iterable[str]:
+    down = f"`outrider down {state.name}`"
+    if not members:
+        yield f"All its processes have ended without `outrider down`; {down} removes what they left behind."
+        return
+    if problem := _process_problem(state.keeper_pid, members):
+        yield f"The keeper (pid {state.keeper_pid}): {problem}. All else goes on; {down} ends it as well."
+    sick = [f"{actor.name}: {actor.problem}" for actor in actors if actor.problem]
+    if sick:
+        yield f"{'; '.join(sick)}. To start anew: {down}, then `outrider up`."
+
+
+def _process_problem(pid: int, members: list[int]) -> str:
+    """What is wrong with a process as such; '' when it runs."""
+    try:
+        status = psutil.Process(pid).status() if pid in members else psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        status = psutil.STATUS_ZOMBIE
+    if status == psutil.STATUS_ZOMBIE:
+        return "its process is gone"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"its process is stopped (`kill -CONT {pid}` lets it go on)"
+    return ""
+
+
+def _memory(pid: int) -> int | None:
+    """Bytes that the process takes; pages shared with others count in part, where the system tells."""
+    try:
+        memory = psutil.Process(pid).memory_full_info()
+        return int(getattr(memory, "pss", 0) or memory.rss)
+    except psutil.Error:
+        return None

@@ -1,0 +1,34 @@
+"""What `outrider ps` does: look at every deployment that is up and show how it is."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+from rich.console import Console
+
+from cluster.deployment_state import DeploymentStateError, deployment_names, read_file
+from cluster.deployment_status import examine
+from cluster.outcome import DONE, FAILED, say_error
+from cluster.status_view import as_json, view
+
+_PIPED_WIDTH = 160  # where there is no screen whose width could be asked
+
+
+def show_deployments(*, in_json: bool) -> int:
+    """Do it and return the exit code: FAILED when anything is not as it should be."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    if not out.is_terminal:
+        out = Console(highlight=False, width=_PIPED_WIDTH)
+    try:
+        states = [state for name in deployment_names() if (state := read_file(name)) is not None]
+    except DeploymentStateError as error:
+        return say_error(err, str(error), FAILED)
+    with ThreadPoolExecutor() as pool:  # one that hangs holds up no other
+        reports = list(pool.map(examine, states))
+    if in_json:
+        print(json.dumps({"deployments": [as_json(report) for report in reports]}))
+    elif not reports:
+        out.print("No deployment is up; `outrider up` starts one.")
+    else:
+        for report in reports:
+            out.print(view(report))
+    return FAILED if any(report.problems for report in reports) else DONE
