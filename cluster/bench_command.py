@@ -1,0 +1,92 @@
+"""The command `outrider bench`: its options.
+
+Knows what a person may type. What is then done (`cluster.bench_run`) is imported when it is asked for.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from cluster.deployment_commands import Offline
+from cluster.interrupts import Interrupted
+
+_Number = TypeVar("_Number", int, float)
+
+
+def bench_command(
+    target: Annotated[
+        str, typer.Option(help="The model to write with: demo, a folder, or a hub id (org/name@revision).")
+    ] = "demo",
+    draft: Annotated[str, typer.Option(help="The model that proposes tokens: as for --target.")] = "demo",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Questions in Spec-Bench's format, a JSON object a line with category and turns; "
+            "the project's own 13 otherwise.",
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int, typer.Option(help="Questions to ask: the first of each category, then the second, and so on.")
+    ] = 13,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text; end tokens are ignored.")] = 96,
+    draft_tokens: Annotated[
+        str, typer.Option(help="Draft tokens a round (K) to try, with commas; 0 is tried in any case.")
+    ] = "0,2,3,5",
+    temperatures: Annotated[str, typer.Option(help="Temperatures to try, with commas.")] = "1,0",
+    threads: Annotated[
+        int | None, typer.Option(help="torch's threads, for every engine; by default all cores but one.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Times that each prompt is run.")] = 1,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write everything there as JSON; '-' prints it in place of the table."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a picture: a file that ends in .svg or .png.")
+    ] = None,
+    offline: Offline = False,
+    startup_timeout: Annotated[
+        float, typer.Option(help="Seconds within which a deployment must serve.")
+    ] = 300.0,
+) -> None:
+    """Measure decoding with and without drafts against transformers' generate, in one run on this machine.
+
+    transformers plain, transformers with the draft as assistant_model, and
+    Outrider with each K answer the same prompts with the same weights in
+    float32, one at a time. Takes about 25 minutes on two cores.
+    """
+    try:
+        from cluster.bench_plan import BenchWish, default_threads
+        from cluster.bench_run import Outlets, run_bench
+        from cluster.prompt_file import OWN_QUESTIONS
+
+        wish = BenchWish(
+            target=target,
+            draft=draft,
+            prompts=prompts or OWN_QUESTIONS,
+            num_prompts=num_prompts,
+            num_tokens=tokens,
+            draft_lengths=_numbers("--draft-tokens", draft_tokens, int),
+            temperatures=_numbers("--temperatures", temperatures, float),
+            num_threads=default_threads() if threads is None else threads,
+            num_repeats=repeats,
+        )
+        code = run_bench(wish, Outlets(json_file, picture), startup_seconds=startup_timeout)
+    except KeyboardInterrupt as error:
+        typer.echo("Interrupted; nothing was left running.", err=True)
+        number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
+        raise typer.Exit(128 + number) from None
+    raise typer.Exit(code)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:
+    """The numbers between the commas, each once."""
+    try:
+        return tuple(dict.fromkeys(kind(word) for word in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(
+            f"is {text!r}; give numbers with commas between them", param_hint=option
+        ) from None

@@ -1,0 +1,165 @@
+"""From a benchmark's options to all that it needs: models, prompts as token ids, a deployment that fits.
+
+Knows checkpoints, the tokenizer and memory. Starts nothing and loads no weights.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.actors import WorkerSettings
+from cluster.bench_conditions import Conditions, conditions
+from cluster.machine import available_memory, usable_cores
+from cluster.memory import estimate, model_memory
+from cluster.plan import Plan
+from cluster.private_run import NO_DRAFT, Refused, load_text
+from cluster.prompt_file import Question, read_questions
+from coordinator.text_error import TextError
+from protos.limits import MAX_DRAFT_TOKENS
+from workers.baseline_tasks import BaselineModels
+from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
+
+MAX_TEMPERATURE = 100.0
+_MAX_COUNT = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class BenchWish:
+    """What to measure, as a person says it."""
+
+    target: str
+    draft: str
+    prompts: Path
+    num_prompts: int
+    num_tokens: int  # of each text
+    draft_lengths: tuple[int, ...]  # each K to try; 0 is tried in any case
+    temperatures: tuple[float, ...]
+    num_threads: int
+    num_repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """What to start, and what to ask."""
+
+    plan: Plan
+    baseline: BaselineModels
+    questions: tuple[Question, ...]
+    prompts: tuple[tuple[int, ...], ...]  # their token ids
+    draft_lengths: tuple[int, ...]
+    conditions: Conditions
+    memory: str  # a sentence
+
+
+def default_threads() -> int:
+    """As many as a private run takes: a core is left to everything beside the models."""
+    return max(1, usable_cores() - 1)
+
+
+def check_wish(wish: BenchWish) -> None:
+    """Raise Refused for what can be refused without knowing the models."""
+    limits = {
+        "num_prompts": (wish.num_prompts, _MAX_COUNT),
+        "num_tokens": (wish.num_tokens, _MAX_COUNT),
+        "num_threads": (wish.num_threads, usable_cores()),
+        "num_repeats": (wish.num_repeats, _MAX_COUNT),
+    }
+    for name, (value, highest) in limits.items():
+        if not 1 <= value <= highest:
+            raise Refused(f"{name} is {value}; it must lie in 1..{highest}")
+    for length in wish.draft_lengths:
+        if not 0 <= length <= MAX_DRAFT_TOKENS:
+            raise Refused(f"draft_lengths has {length}; each K must lie in 0..{MAX_DRAFT_TOKENS}")
+    if not wish.temperatures:
+        raise Refused("temperatures is empty; give at least one")
+    for temperature in wish.temperatures:
+        if not 0 <= temperature <= MAX_TEMPERATURE:  # NaN lies nowhere
+            raise Refused(f"temperatures has {temperature:g}; each must lie in 0..{MAX_TEMPERATURE:g}")
+    if wish.draft == NO_DRAFT:
+        raise Refused("draft is none; a benchmark of drafting needs a model that drafts")
+
+
+def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
+    """Find the models, fetching them where need be, read the prompts, and plan the deployment.
+
+    Raises Refused, PromptsRefused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
+    """
+    questions = read_questions(wish.prompts, wish.num_prompts)
+    say(f"Finding the target {wish.target}")
+    target = check(resolve(wish.target, role="target", progress=say), role="target")
+    say(f"Finding the draft {wish.draft}")
+    draft = check(resolve(wish.draft, role="draft", progress=say), role="draft")
+    check_pair(target, draft)
+    draft_lengths = tuple(dict.fromkeys((0, *wish.draft_lengths)))
+    prompts = _tokenised(questions, target.folder)
+    context = min(target.context_length, draft.context_length)
+    _check_lengths(questions, prompts, wish.num_tokens, context)
+
+    length = min(context, max(map(len, prompts)) + wish.num_tokens + max(draft_lengths) + 1)
+
+    def settings(name: str, info: CheckpointInfo) -> WorkerSettings:
+        return WorkerSettings(
+            name=name, folder=info.folder, num_slots=1, max_length=length, num_threads=wish.num_threads
+        )
+
+    return BenchPlan(
+        plan=Plan(
+            target=settings(wish.target, target),
+            draft=settings(wish.draft, draft),
+            num_draft_tokens=max(draft_lengths),
+        ),
+        baseline=BaselineModels(target=target.folder, assistant=draft.folder, num_threads=wish.num_threads),
+        questions=tuple(questions),
+        prompts=prompts,
+        draft_lengths=draft_lengths,
+        conditions=conditions(
+            target=wish.target,
+            draft=wish.draft,
+            num_threads=wish.num_threads,
+            file=wish.prompts,
+            questions=questions,
+            num_tokens=wish.num_tokens,
+            temperatures=wish.temperatures,
+            num_repeats=wish.num_repeats,
+        ),
+        memory=_weigh(target, draft, length),
+    )
+
+
+def _tokenised(questions: Sequence[Question], folder: Path) -> tuple[tuple[int, ...], ...]:
+    """Each question's ids, through the chat template where the target has one."""
+    text = load_text(folder)
+    try:
+        return tuple(
+            tuple(text.encode_chat([("user", q.text)]) if text.has_chat_template else text.encode(q.text))
+            for q in questions
+        )
+    except TextError as error:
+        raise Refused(str(error)) from error
+
+
+def _check_lengths(
+    questions: Sequence[Question], prompts: Sequence[tuple[int, ...]], num_tokens: int, context: int
+) -> None:
+    for question, prompt in zip(questions, prompts, strict=True):
+        if len(prompt) + num_tokens > context:
+            raise Refused(
+                f"prompts: the question of {question.name} has {len(prompt)} tokens; with {num_tokens} to"
+                f" write the pair's context of {context} holds {context - num_tokens}"
+            )
+
+
+def _weigh(target: CheckpointInfo, draft: CheckpointInfo, length: int) -> str:
+    """The models are held twice: by the deployment, and by transformers."""
+    models = [
+        model_memory(role, info, num_slots=1, max_length=length)
+        for role, info in (
+            ("target", target),
+            ("draft", draft),
+            ("transformers' target", target),
+            ("transformers' assistant", draft),
+        )
+    ]
+    total, available = estimate(models), available_memory()
+    total.require(available, lower="--tokens")
+    return total.sentence(available)

@@ -1,0 +1,205 @@
+"""A benchmark's outcome and how it is told: tables, sentences, an object of JSON.
+
+Knows figures and words. Prints nothing and measures nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from cluster.bench import Difference, Sample, outrider
+from cluster.bench_conditions import Conditions
+from cluster.bench_statistics import Estimate, Figures
+from cluster.prompt_file import Question
+
+ABSENT = "–"
+_WIDTH = 160  # no table is wider
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a benchmark found."""
+
+    conditions: Conditions
+    questions: tuple[Question, ...]
+    figures: tuple[Figures, ...]
+    first_token_seconds: dict[str, float]  # from command to first token, by engine
+    differences: dict[str, list[Difference]] | None  # of greedy texts, by engine; None: not compared
+    samples: tuple[Sample, ...]
+    num_runs: int  # that were wanted; fewer samples mean that it was ended before
+
+    def at(self, engine: str, temperature: float) -> Figures | None:
+        """One engine's figures."""
+        return next((f for f in self.figures if (f.engine, f.temperature) == (engine, temperature)), None)
+
+
+def as_text(report: Report) -> str:
+    """Both tables, in Markdown, and the sentences."""
+    speed, drafting = (_markdown(table) for table in (_speed_table(report), _drafting_table(report)))
+    return "\n".join(
+        [
+            "Speed: medians over the prompts, 95 % intervals in brackets\n",
+            speed,
+            "\nDrafts, pooled over the prompts, and the mean round in ms\n",
+            drafting,
+            "",
+            *(f"- {sentence}" for sentence in sentences(report)),
+        ]
+    )
+
+
+def _speed_table(report: Report) -> Table:
+    """Tokens a second, what that is compared with, and how long a command takes until it writes."""
+    heads = "T", "engine", "tokens/s", "of transformers", "of own plain", "first token, s"
+    table = _table(heads)
+    for f in report.figures:
+        first = report.first_token_seconds.get(f.engine)
+        cells = [_interval(f.tokens_per_second, 1), _interval(f.of_transformers, 2), _interval(f.of_plain, 2)]
+        table.add_row(f"{f.temperature:g}", f.engine, *cells, _number(first, 1))
+    return table
+
+
+def _drafting_table(report: Report) -> Table:
+    """What became of the drafts, and where the time of a round goes."""
+    heads = ("T", "engine", "accepted", "length", "Σ min(p, q)", "acc./judged", "q bytes")
+    table = _table((*heads, *_PARTS, "round"))
+    for f in report.figures:
+        parts = [None if f.round is None else getattr(f.round, part) for part in (*_PARTS, "total")]
+        table.add_row(
+            f"{f.temperature:g}",
+            f.engine,
+            _number(f.acceptance_rate, 3),
+            _number(f.mean_acceptance_length, 2),
+            _number(f.mean_min_pq, 3),
+            _number(f.accepted_of_judged, 3),
+            _number(f.q_bytes_per_draft_token, 0),
+            *(_number(part, 1) for part in parts),
+        )
+    return table
+
+
+_PARTS = ("draft", "wire", "target", "rest")
+_DEFINITIONS = (
+    "Accepted: accepted of drafted tokens. Length: 1 + accepted / rounds with drafts. Σ min(p, q): the mean"
+    " over judged tokens, those up to the first rejection of a round; it and accepted / judged must agree.",
+    "First token: from starting a command to its first token, the faster of two, models in the cache;"
+    " `outrider generate` starts a deployment for it, transformers is given the prompt's ids.",
+)
+
+
+def sentences(report: Report) -> list[str]:
+    """The result first, then what it must be read with."""
+    interrupted = f"Ended after {len(report.samples)} of {report.num_runs} runs; what follows is of these."
+    notes = [] if len(report.samples) == report.num_runs else [interrupted]
+    notes += [verdict(report, t) for t in dict.fromkeys(f.temperature for f in report.figures)]
+    notes += _greedy(report)
+    notes += [
+        f"{f.engine} at temperature {f.temperature:g}: {f.num_fallbacks} rounds without a failed drafter."
+        for f in report.figures
+        if f.num_fallbacks
+    ]
+    wires = [f.round.wire for f in report.figures if f.engine == outrider(0) and f.round is not None]
+    if wires:
+        notes.append(
+            f"Round trip: loopback; a round at K = 0 has one, of {wires[0]:.1f} ms beside the target's time."
+        )
+    conditions = [str(getattr(report.conditions, field.name)) for field in fields(Conditions)]
+    notes += [words[:1].upper() + words[1:] + "." for words in conditions if words]
+    return notes + list(_DEFINITIONS)
+
+
+def verdict(report: Report, temperature: float) -> str:
+    """Whether drafting pays, and how Outrider compares with transformers, in one sentence."""
+    drafting = [
+        (f.of_plain.median, f.of_plain, f.engine)
+        for f in report.figures
+        if f.temperature == temperature and f.of_plain is not None and f.engine.startswith("Outrider")
+    ]
+    plain = report.at(outrider(0), temperature)
+    of_transformers = None if plain is None else plain.of_transformers
+    compared = f"plain, Outrider is {_interval(of_transformers, 2)} times transformers' generate"
+    if not drafting:
+        return f"At temperature {temperature:g}, {compared}."
+    _, ratio, engine = max(drafting, key=lambda candidate: candidate[0])
+    among = "" if len(drafting) == 1 else ", the best K here,"
+    if not ratio.excludes_one:
+        outcome = "no clear difference on this machine"
+    else:
+        outcome = "it pays on this machine" if ratio.median > 1 else "it does not pay on this machine"
+    return (
+        f"At temperature {temperature:g}, drafting with K = {engine.rpartition(' ')[2]}{among} is "
+        f"{_interval(ratio, 2)} times plain decoding by the same engine: {outcome}; {compared}."
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything by name. What does not exist is left out; texts are token ids, questions are lines."""
+    return {
+        "conditions": asdict(report.conditions),
+        "questions": [{"category": q.category, "line": q.line} for q in report.questions],
+        "figures": [
+            _known(asdict(f) | {"first_token_seconds": report.first_token_seconds.get(f.engine)})
+            for f in report.figures
+        ],
+        "greedy_differences": None
+        if report.differences is None
+        else {engine: [asdict(d) for d in found] for engine, found in report.differences.items()},
+        "notes": sentences(report),
+        "samples": [asdict(sample) for sample in report.samples],
+        "num_runs": report.num_runs,
+    }
+
+
+def _greedy(report: Report) -> list[str]:
+    """How many greedy texts are transformers' own, an engine a line."""
+    notes = []
+    for engine, found in (report.differences or {}).items():
+        num_texts = sum(
+            (sample.engine, sample.temperature, sample.repeat) == (engine, 0, 0) for sample in report.samples
+        )
+        note = f"{engine}: {num_texts - len(found)} of {num_texts} greedy texts are transformers' generate's"
+        if found:
+            places = ", ".join(
+                f"token {d.position + 1} of {report.questions[d.question].name}, {d.gap:.2g}" for d in found
+            )
+            note += (
+                f"; the others part at (the gap between generate's two best logits there behind it): {places}"
+            )
+        notes.append(note + ".")
+    return notes
+
+
+def _table(heads: Sequence[str]) -> Table:
+    table = Table(box=MARKDOWN)
+    for head in heads:
+        table.add_column(head, justify="left" if head == "engine" else "right", no_wrap=True)
+    return table
+
+
+def _markdown(table: Table) -> str:
+    console = Console(file=StringIO(), width=_WIDTH)
+    with console.capture() as text:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
+
+
+def _number(value: float | None, digits: int) -> str:
+    return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def _interval(estimate: Estimate | None, digits: int) -> str:
+    if estimate is None:
+        return ABSENT
+    middle = f"{estimate.median:.{digits}f}"
+    if estimate.low is None or estimate.high is None:
+        return middle
+    return f"{middle} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

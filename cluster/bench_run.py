@@ -1,0 +1,245 @@
+"""What `outrider bench` does: find the models, time commands, start the engines, run them in turn, tell the
+result.
+
+Knows the order of these steps, and where results go. Ray and torch are loaded by none of them, but in the
+processes that they start.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.baseline_process import BaselineFailed, BaselineProcess
+from cluster.bench import (
+    ASSISTED,
+    TRANSFORMERS,
+    BenchFailed,
+    Difference,
+    Engine,
+    Sample,
+    engines,
+    greedy_differences,
+    measure,
+    outrider,
+)
+from cluster.bench_conditions import assistant_in_words
+from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
+from cluster.bench_report import Report, as_json, as_text
+from cluster.bench_statistics import figures
+from cluster.deployment import DeploymentFailed, private_deployment
+from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of_transformers
+from cluster.generation import GenerationFailed
+from cluster.interrupts import interrupts
+from cluster.memory import DoesNotFit
+from cluster.outcome import DONE, FAILED, REFUSED, say_error
+from cluster.private_run import NO_DRAFT, Refused
+from cluster.progress import Steps
+from cluster.prompt_file import PromptsRefused
+from workers.checkpoints import ModelRefused
+
+STANDARD_OUTPUT = Path("-")
+
+_NUM_FIRST_TOKENS = 2  # times that each command is run: the first brings files into memory
+_TYPICAL_TOKENS_PER_SECOND = 10
+_FAILURES = (
+    ModelRefused,
+    DeploymentFailed,
+    DoesNotFit,
+    BaselineFailed,
+    BenchFailed,
+    FirstTokenFailed,
+    GenerationFailed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where the result goes beside the table on standard output."""
+
+    json: Path | None  # STANDARD_OUTPUT: instead of the table
+    picture: Path | None
+
+
+def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> int:
+    """Do it, tell the result, and return the exit code. After a signal or a failure what is known is told."""
+    err = Console(stderr=True, highlight=False)
+    try:
+        check_wish(wish)
+        _check_outlets(outlets)
+        if not startup_seconds > 0:
+            raise Refused(f"startup_timeout is {startup_seconds}; it must lie above 0")
+        with Steps(err) as steps:
+            run = _Run(prepare_bench(wish, steps.say), wish, steps)
+            try:
+                run.measure(startup_seconds)
+            except (KeyboardInterrupt, *_FAILURES):  # half an hour's samples are worth telling
+                steps.end()
+                if run.samples:
+                    _tell(run.report(), outlets)
+                raise
+        _tell(run.report(), outlets)
+    except (Refused, PromptsRefused) as error:
+        return say_error(err, _with_option(str(error)), REFUSED)
+    except _FAILURES as error:
+        return say_error(err, str(error), FAILED)
+    except OSError as error:  # a full disk, a folder gone meanwhile
+        return say_error(err, f"The result cannot be written: {error}", FAILED)
+    return DONE
+
+
+class _Run:
+    """One benchmark under way, and what it has found so far."""
+
+    def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps) -> None:
+        self.samples: list[Sample] = []
+        self._plan = plan
+        self._wish = wish
+        self._steps = steps
+        self._conditions = plan.conditions
+        self._first_token_seconds: dict[str, float] = {}
+        self._differences: dict[str, list[Difference]] | None = None
+        self._contestants: list[Engine] = []
+
+    def measure(self, startup_seconds: float) -> None:
+        """Run all of it. However it ends, no process is left."""
+        steps, plan, wish = self._steps, self._plan, self._wish
+        steps.note(plan.memory)
+        steps.note(
+            f"{self._num_runs()} runs of {wish.num_tokens} tokens, one at a time: about "
+            f"{self._num_runs() * wish.num_tokens / _TYPICAL_TOKENS_PER_SECOND / 60:.0f} min at "
+            f"{_TYPICAL_TOKENS_PER_SECOND} tokens/s, which two cores do with the demo pair."
+        )
+        with interrupts():
+            self._time_commands(startup_seconds)
+            steps.say("Loading transformers with both models")
+            with BaselineProcess(plan.baseline) as baseline:
+                self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
+                with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
+                    self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
+                    self._run_blocks()
+                if 0 in wish.temperatures:
+                    self._differences = greedy_differences(self.samples, plan.prompts, baseline.gap)
+
+    def report(self) -> Report:
+        """What is known by now."""
+        return Report(
+            conditions=self._conditions,
+            questions=self._plan.questions,
+            figures=tuple(figures(self.samples, self._contestants, TRANSFORMERS)),
+            first_token_seconds=self._first_token_seconds,
+            differences=self._differences,
+            samples=tuple(self.samples),
+            num_runs=self._num_runs(),
+        )
+
+    def _num_blocks(self) -> int:
+        return self._wish.num_repeats * len(self._plan.prompts) * len(self._wish.temperatures)
+
+    def _num_runs(self) -> int:
+        return self._num_blocks() * (2 + len(self._plan.draft_lengths))
+
+    def _run_blocks(self) -> None:
+        steps, plan, wish = self._steps, self._plan, self._wish
+        steps.say("Warming up every engine")
+        begun = time.monotonic()
+        blocks = measure(
+            self._contestants,
+            plan.prompts,
+            num_tokens=wish.num_tokens,
+            temperatures=wish.temperatures,
+            num_repeats=wish.num_repeats,
+        )
+        for done, block in enumerate(blocks, start=1):
+            self.samples += block
+            minutes = (time.monotonic() - begun) / done * (self._num_blocks() - done) / 60
+            question = plan.questions[block[0].question]
+            steps.say(
+                f"{done} of {self._num_blocks()} blocks done ({question.name}, temperature "
+                f"{block[0].temperature:g}), about {minutes:.0f} min left"
+            )
+
+    def _time_commands(self, startup_seconds: float) -> None:
+        """From command to first token, before anything else takes memory and cores."""
+        plan, wish = self._plan, self._wish
+
+        def of_transformers(assistant: Path | None) -> float:
+            models = plan.baseline.model_copy(update={"assistant": assistant})
+            return seconds_of_transformers(models, plan.prompts[0])
+
+        def of_outrider(draft: str) -> float:
+            return seconds_of_command(self._generate(draft, startup_seconds))
+
+        commands: list[tuple[list[str], Callable[[], float]]] = [
+            ([TRANSFORMERS], partial(of_transformers, None)),
+            ([ASSISTED], partial(of_transformers, plan.baseline.assistant)),
+            ([outrider(0)], partial(of_outrider, NO_DRAFT)),
+            # The first token comes before any draft, so that one K is as good as another.
+            ([outrider(k) for k in plan.draft_lengths if k], partial(of_outrider, wish.draft)),
+        ]
+        for names, run in commands:
+            if names:
+                self._steps.say(f"Timing a command to its first token: {names[-1]}")
+                seconds = min(run() for _ in range(_NUM_FIRST_TOKENS))
+                self._first_token_seconds |= dict.fromkeys(names, seconds)
+
+    def _generate(self, draft: str, startup_seconds: float) -> Sequence[str]:
+        options = {
+            "target": self._wish.target,
+            "draft": draft,
+            "max-tokens": 2,
+            "temperature": 0,
+            "startup-timeout": startup_seconds,
+        }
+        words = [f"--{name}={value}" for name, value in options.items()]
+        return ["generate", *words, "--", self._plan.questions[0].text]
+
+
+def _check_outlets(outlets: Outlets) -> None:
+    """Refuse now what would lose the result after half an hour."""
+    for name, file in (("json", outlets.json), ("picture", outlets.picture)):
+        if file is not None and file != STANDARD_OUTPUT and not file.absolute().parent.is_dir():
+            raise Refused(f"{name} is {file}; there is no folder {file.absolute().parent}")
+    if outlets.picture is None:
+        return
+    try:
+        from cluster.bench_picture import KINDS
+    except ModuleNotFoundError as error:
+        raise Refused(f"picture needs {error.name}: pip install 'outrider[pictures]'") from None
+    if outlets.picture.suffix not in KINDS:
+        raise Refused(f"picture is {outlets.picture}; its name must end in {' or '.join(KINDS)}")
+
+
+def _tell(report: Report, outlets: Outlets) -> None:
+    """The table or JSON on standard output, then the files."""
+    if outlets.json == STANDARD_OUTPUT:
+        print(json.dumps(as_json(report)))
+    else:
+        print(as_text(report))
+    if outlets.json not in (None, STANDARD_OUTPUT):
+        outlets.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
+    if outlets.picture is not None:
+        from cluster.bench_picture import save
+
+        save(report, outlets.picture)
+
+
+_OPTIONS = {
+    "num_tokens": "--tokens",
+    "draft_lengths": "--draft-tokens",
+    "num_threads": "--threads",
+    "num_repeats": "--repeats",
+} | {
+    name: "--" + name.replace("_", "-")
+    for name in ("num_prompts", "prompts", "temperatures", "draft", "json", "picture", "startup_timeout")
+}
+
+
+def _with_option(sentence: str) -> str:
+    """The sentence with the option that was typed in place of the field that it became."""
+    field, space, rest = sentence.partition(" ")
+    return _OPTIONS.get(field.rstrip(":"), field) + space + rest
