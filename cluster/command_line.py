@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.call_command import CALL_EPILOG, call_command
 from cluster.deployment_commands import Offline, down_command, ps_command, up_command
 from cluster.interrupts import Interrupted
 
@@ -140,6 +141,7 @@ def generate_command(
 app.command("up", epilog=EXIT_CODES)(up_command)
 app.command("ps", epilog=EXIT_CODES)(ps_command)
 app.command("down", epilog=EXIT_CODES)(down_command)
+app.command("call", epilog=CALL_EPILOG)(call_command)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from protos import inference_pb2_grpc
-from protos.inference_pb2 import FinishReason, GenerateReply, GenerateRequest, Origin, Token, Usage
+from protos.inference_pb2 import Finished, FinishReason, GenerateReply, GenerateRequest, Origin, Token, Usage
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -47,6 +47,22 @@ class Generation:
     first_token_seconds: float | None = None  # from sending the request to the first token's arrival
     seconds: float | None = None  # and to the last one's; None without tokens
 
+    def take(self, reply: GenerateReply, seconds: float) -> None:
+        """Add what one reply says; it came so many seconds after the request was sent."""
+        match reply.WhichOneof("event"):
+            case "started":
+                self.seed = reply.started.seed
+            case "tokens":
+                self.seconds = seconds
+                if self.first_token_seconds is None:
+                    self.first_token_seconds = seconds
+                self.tokens += reply.tokens.tokens
+            case "finished":
+                self.finish_reason = reason_name(reply.finished)
+                self.tail = reply.finished.text
+            case "usage":
+                self.usage = reply.usage
+
     @property
     def text(self) -> str:
         """All of it."""
@@ -67,9 +83,7 @@ class Generation:
             "first_token_seconds": self.first_token_seconds,
             "tokens_per_second": self.tokens_per_second,
             "usage": usage_as_json(self.usage),
-            "tokens": [
-                {"id": token.id, "text": token.text, "origin": origin_name(token)} for token in self.tokens
-            ],
+            "tokens": tokens_as_json(self.tokens),
         }
         return {name: value for name, value in known.items() if value is not None}
 
@@ -77,6 +91,16 @@ class Generation:
 def origin_name(token: Token) -> str:
     """accepted, recovered, bonus or plain."""
     return Origin.Name(token.origin).removeprefix("ORIGIN_").lower()
+
+
+def reason_name(finished: Finished) -> str:
+    """stop, length or abort."""
+    return FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+
+
+def tokens_as_json(tokens: Iterable[Token]) -> list[dict[str, Any]]:
+    """Each with its id, text and origin."""
+    return [{"id": token.id, "text": token.text, "origin": origin_name(token)} for token in tokens]
 
 
 def usage_as_json(usage: Usage) -> dict[str, Any]:
@@ -119,19 +143,7 @@ def collect(replies: Iterable[GenerateReply], show: Show, clock: Callable[[], fl
     generation = Generation()
     begun = clock()
     for reply in replies:
-        match reply.WhichOneof("event"):
-            case "started":
-                generation.seed = reply.started.seed
-            case "tokens":
-                generation.seconds = clock() - begun
-                if generation.first_token_seconds is None:
-                    generation.first_token_seconds = generation.seconds
-                generation.tokens += reply.tokens.tokens
-                show(list(reply.tokens.tokens))
-            case "finished":
-                reason = FinishReason.Name(reply.finished.reason)
-                generation.finish_reason = reason.removeprefix("FINISH_REASON_").lower()
-                generation.tail = reply.finished.text
-            case "usage":
-                generation.usage = reply.usage
+        generation.take(reply, clock() - begun)
+        if reply.HasField("tokens"):
+            show(list(reply.tokens.tokens))
     return generation
