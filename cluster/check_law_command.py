@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DONE, FAILED, REFUSED = 0, 1, 2
 INTERRUPTED = 130
 # A short prompt, as every sample reads it, with one likely next token, as the first one is not verified.
-PROMPT = "The United States of"
+PROMPT = "For example"
 SAY_SECONDS = 5.0  # between two lines of the same step where there is no terminal
 
 CHECK_LAW_EPILOG = (
@@ -33,7 +33,7 @@ def check_law_command(
     prompt: Annotated[
         str, typer.Option(help="What to sample behind: short, as each sample reads it.")
     ] = PROMPT,
-    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1536,
+    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1280,
     tokens: Annotated[int, typer.Option(help="Tokens of each sample to compare, 2 to 64.")] = 4,
     temperature: Annotated[float, typer.Option(help="0 is greedy, 1 the model's own law.")] = 1.0,
     top_k: Annotated[

@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
+from cluster.bench_command import bench_command
 from cluster.call_command import CALL_EPILOG, call_command
+from cluster.check_law_command import CHECK_LAW_EPILOG, check_law_command
 from cluster.deployment_commands import Offline, down_command, ps_command, up_command
 from cluster.interrupts import Interrupted
 
@@ -141,7 +143,9 @@ def generate_command(
 app.command("up", epilog=EXIT_CODES)(up_command)
 app.command("ps", epilog=EXIT_CODES)(ps_command)
 app.command("down", epilog=EXIT_CODES)(down_command)
+app.command("bench", epilog=EXIT_CODES)(bench_command)
 app.command("call", epilog=CALL_EPILOG)(call_command)
+app.command("check-law", epilog=CHECK_LAW_EPILOG)(check_law_command)
 
 
 if __name__ == "__main__":

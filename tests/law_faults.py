@@ -1,8 +1,9 @@
 """Ways in which a deployment silently stops being exact, each put into a running pipeline by a patch.
 
-Knows our code's seams and the pipeline of the tests; measures nothing. The pair is a good one, which hides
-faults better than a bad one: of the judged draft tokens about 3 in 4 are kept. Nothing is constant: p and q
-are drawn anew behind every prefix.
+Knows our code's seams and the pipeline of the tests; measures nothing. In the usual pair p and q are drawn
+anew behind every prefix, and 2 of 3 judged draft tokens are kept: the better a pair, the better it hides
+faults. Two faults of the block rule move the law of such a pair by next to nothing; they are put where they
+matter.
 """
 
 import contextlib
@@ -34,23 +35,81 @@ from workers.language_model import Feed, Logits
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
 from workers.sampling import FloatArray, SamplingSettings, probabilities
-from workers.table_model import TableModel
+from workers.table_model import NextLogits, TableModel
 from workers.verification import Rule, Uniforms, Verdict, block_chances, draw, residual, verify
 
 V = 16
 TOP_K = 8
-PROMPT = (1, 2)
-END_TOKEN = 3
 CONTROL_TOKEN = "for control"
-TARGET = random_table(V, 1, spread=1.5)
-_NOISE = random_table(V, 2, spread=0.8)
+_TABLE = random_table(V, 1, spread=1.5)
+_NOISE = random_table(V, 2, spread=1.3)
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-def draft_logits(prefix: tuple[int, ...]) -> NDArray[np.floating]:
-    """The target's with noise."""
-    return np.asarray(TARGET(prefix) + _NOISE(prefix))
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter, by their laws, and the prompt that a check samples behind."""
+
+    target: NextLogits
+    draft: NextLogits
+    vocab_size: int = V
+    prompt: tuple[int, ...] = (1, 2)
+    num_draft_tokens: int = 3
+    end_token_ids: tuple[int, ...] = ()
+
+
+def usual_target(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+    """One likely token behind the prompt, as behind a good prompt for a check; anything behind that."""
+    logits = _TABLE(prefix)
+    return logits + 3.5 * (np.arange(V) == logits.argmax()) if prefix == (1, 2) else logits
+
+
+def usual_draft(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+    """The target with noise."""
+    return np.asarray(usual_target(prefix) + _NOISE(prefix))
+
+
+def ending(table: NextLogits) -> NextLogits:
+    """The same with an end token, id 0, that every fifth token is."""
+
+    def next_logits(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+        logits = np.array(table(prefix))
+        logits[0] = np.log(np.exp(logits[1:]).sum() / 4)
+        return logits
+
+    return next_logits
+
+
+def constant(*weights: float) -> NextLogits:
+    """The same law everywhere."""
+    return lambda _: np.log(np.array(weights))
+
+
+def by_turns(first: Sequence[float], odd: Sequence[float], even: Sequence[float]) -> NextLogits:
+    """One law behind two tokens, another behind any odd number of them, and one behind other even ones."""
+
+    def next_logits(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+        weights = first if len(prefix) == 2 else odd if len(prefix) % 2 else even
+        with np.errstate(divide="ignore"):
+            return np.log(np.array(weights))
+
+    return next_logits
+
+
+USUAL = Pair(usual_target, usual_draft)
+ENDING = Pair(ending(usual_target), ending(usual_draft), end_token_ids=(0,))
+# A drafter that is too sure of itself. Reused numbers move the law of two tokens by 0.076 here.
+TOO_SURE = Pair(constant(0.6, 0.4), constant(0.95, 0.05), 2, (0, 1), 2)
+# The first draft weighs 1/2 for sure, the second is mostly impossible: so blocks are often cut between
+# them, where the residual is (0, 0, 0.15), and p - q would be (0, 0.35, 0.3). Total variation 0.08.
+CUT_BETWEEN = Pair(
+    by_turns((0.0, 1.0, 0.0), (0.5, 0.5, 0.0), (0.0, 0.7, 0.3)),
+    by_turns((0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.65, 0.35, 0.0)),
+    3,
+    (0, 1),
+    2,
+)
 
 
 @dataclass(frozen=True)
@@ -59,25 +118,29 @@ class Fault:
 
     patch: Patch
     rule: str = "token"
-    target: type[TableModel] = TableModel
+    pair: Pair = USUAL
+    model: type[TableModel] = TableModel  # of the target
     config: dict[str, Any] = field(default_factory=dict)
-    end_token_ids: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """What a check samples behind."""
+        return self.pair.prompt
 
 
 @contextlib.asynccontextmanager
 async def deployment(fault: Fault) -> AsyncIterator[Endpoints]:
     """The pair with the fault in it, and where to ask it."""
+    pair = fault.pair
     with pytest.MonkeyPatch.context() as patched:
         fault.patch(patched)
-        target = fault.target(TARGET, V, num_slots=128)
-        draft = TableModel(draft_logits, V, num_slots=128)
         async with pipeline(
-            target,
-            draft,
-            end_token_ids=fault.end_token_ids,
+            fault.model(pair.target, pair.vocab_size, num_slots=128),
+            TableModel(pair.draft, pair.vocab_size, num_slots=128),
+            end_token_ids=pair.end_token_ids,
             control_token=CONTROL_TOKEN,
             rule=fault.rule,
-            **fault.config,
+            **{"num_draft_tokens": pair.num_draft_tokens} | fault.config,
         ) as running:
             yield Endpoints(running.address, running.target_address, CONTROL_TOKEN, fault.rule == "token")
 
@@ -165,7 +228,7 @@ def choosing_by_p(patched: pytest.MonkeyPatch) -> None:
     advance = DraftJob.advance
 
     def choose(job: DraftJob, logits: Logits) -> TaskReply | None:
-        target = TARGET(tuple(job.slot.tokens.since(0)))
+        target = usual_target(tuple(job.slot.tokens.since(0)))
         p = probabilities(np.asarray(target)[None], SamplingSettings(top_k=TOP_K))[0]
 
         def row(q: FloatArray) -> CountRow:
@@ -229,6 +292,11 @@ def instead(wrong: Purpose, right: Purpose, shift: int = 0) -> Callable[..., flo
         return uniform(key, choice, base, position, purpose)
 
     return number
+
+
+def one_stream(key: bytes, choice: int, base: int, position: int, _: Purpose) -> float:
+    """Whatever is decided at a position, the number is the same."""
+    return uniform(key, choice, base, position, Purpose.DRAFT)
 
 
 def with_the_seed(number: Patch) -> Patch:
@@ -432,6 +500,7 @@ FAULTS = {
     "K chosen after the draws": Fault(cutting(while_probable)),
     "late proposals dropped, late by their tokens": Fault(cutting(late_ones_lost)),
     "of two prepared draws the one that p likes": Fault(both(choosing_by_p, unnoticed)),
+    "draft, accept, recover and bonus share numbers": Fault(with_the_seed(keyed(one_stream))),
     "accept and recover share numbers": Fault(keyed(instead(Purpose.RECOVER, Purpose.ACCEPT))),
     "accept and bonus share numbers": Fault(keyed(instead(Purpose.BONUS, Purpose.ACCEPT, -1))),
     "draft and accept share numbers": Fault(with_the_seed(keyed(instead(Purpose.ACCEPT, Purpose.DRAFT)))),
@@ -440,6 +509,7 @@ FAULTS = {
     "uniforms keyed by position alone, block rule": Fault(
         keyed(lambda key, choice, base, position, purpose: uniform(key, choice, 0, position, purpose)),
         rule="block",
+        pair=TOO_SURE,
     ),
     "the samples of a request share their keys": Fault(
         keyed(lambda key, choice, base, position, purpose: uniform(key, 0, base, position, purpose))
@@ -452,17 +522,17 @@ FAULTS = {
     "recovered from p, block rule": Fault(judged(recovered_from_p), rule="block"),
     "residual not normalised, search clamped to the last id": Fault(judged(clamped)),
     "block rule stops at the first failure": Fault(judged(first_failure), rule="block"),
-    "block rule with the residual p - q": Fault(judged(plain_residual), rule="block"),
+    "block rule with the residual p - q": Fault(judged(plain_residual), rule="block", pair=CUT_BETWEEN),
     "rejections drawn again every other time": Fault(rejections_drawn_again),
     "proposal B answered with the verdict on A": Fault(another_proposals_verdict),
-    "killed texts begun anew": Fault(from_scratch, end_token_ids=(END_TOKEN,)),
+    "killed texts begun anew": Fault(from_scratch, pair=ENDING),
     "token 0 taken for none": Fault(zero_is_none),
-    "p sees the draft that it judges": Fault(nothing, target=SeesDrafts),
-    "p sees its neighbours": Fault(nothing, target=SeesNeighbours),
-    "one scale for the batch": Fault(nothing, target=SharesScale),
+    "p sees the draft that it judges": Fault(nothing, model=SeesDrafts),
+    "p sees its neighbours": Fault(nothing, model=SeesNeighbours),
+    "one scale for the batch": Fault(nothing, model=SharesScale),
 }
 SOUND = {
     "sound, token rule": Fault(nothing),
     "sound, block rule": Fault(nothing, rule="block"),
-    "sound, token rule, with an end token": Fault(nothing, end_token_ids=(END_TOKEN,)),
+    "sound, token rule, with an end token": Fault(nothing, pair=ENDING),
 }

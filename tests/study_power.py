@@ -3,10 +3,10 @@
     python -m tests.study_power            # all faults, about half an hour on one core
     python -m tests.study_power residual   # those whose name contains the word
 
-Each fault of `tests/law_faults.py` is put into a running deployment, which is checked several times. The power is
-that of the strongest finding, from all runs of the fault together and on their cautious side: the noncentrality
-of the chi-square, the distance of the acceptance in standard deviations and the rates of what must not occur
-are taken at the lower ends of 99 % intervals. Not part of the test suite: it takes too long.
+Each fault of `tests/law_faults.py` is put into a running deployment, which is checked several times. The
+power is that of the strongest finding, from all runs of the fault together and on the cautious side: the
+noncentrality of the chi-square, the acceptance's distance in standard deviations and the rates of what must
+not occur are taken at the lower ends of 99 % intervals. Not part of the test suite: it takes too long.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from scipy import stats
 from cluster.check_law import CheckSettings, check_law
 from cluster.joint_law import chi_square
 from cluster.law_report import LEVEL, LawReport, Verdict
-from tests.law_faults import FAULTS, PROMPT, SOUND, TOP_K, Fault, deployment
+from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment
 
-NUM_RUNS = 4
+NUM_RUNS = 3
 CAUTION = float(stats.norm.isf(0.01))
 
 
@@ -89,7 +89,7 @@ async def study(fault: Fault, num_runs: int, seed: int) -> list[LawReport]:
     async with deployment(fault) as endpoints:
         return [
             await check_law(
-                endpoints, PROMPT, CheckSettings(seed=seed + run * 2**40, top_k=TOP_K), lambda _: None
+                endpoints, fault.prompt, CheckSettings(seed=seed + run * 2**40, top_k=TOP_K), lambda _: None
             )
             for run in range(num_runs)
         ]

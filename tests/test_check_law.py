@@ -17,7 +17,7 @@ from rich.console import Console
 from cluster.check_law import CheckFailed, CheckSettings, Endpoints, check_law
 from cluster.law_report import LEVEL, LawReport, Verdict
 from cluster.law_table import law_as_json, law_tables
-from tests.law_faults import FAULTS, PROMPT, SOUND, TOP_K, Fault, deployment, nothing
+from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment, nothing
 from workers.language_model import Feed, Logits
 from workers.table_model import TableModel
 
@@ -35,7 +35,7 @@ async def checked(
     async with deployment(fault) as endpoints:
         if token is not None:
             endpoints = Endpoints(endpoints.service, endpoints.target, token, endpoints.has_token_rule)
-        return await check_law(endpoints, PROMPT, settings, (said if said is not None else []).append)
+        return await check_law(endpoints, fault.prompt, settings, (said if said is not None else []).append)
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -124,7 +124,7 @@ class Rounds(TableModel):
 
 
 async def test_a_tie_that_rounding_decides_is_no_impossible_token() -> None:
-    report = await checked(Fault(nothing, target=Rounds), num_samples=512)
+    report = await checked(Fault(nothing, model=Rounds), num_samples=512)
     assert not report.impossible
     assert report.verdict is Verdict.CONSISTENT
 
