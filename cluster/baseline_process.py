@@ -61,6 +61,11 @@ class BaselineProcess:
     ) -> None:
         self._end()
 
+    @property
+    def pid(self) -> int:
+        """The process, which leads a session of its own."""
+        return self._process.pid
+
     def write(self, task: BaselineTask) -> BaselineText:
         """Have one text written. Raises BaselineFailed."""
         return self._ask(BaselineRequest(task=task), BaselineText)

@@ -99,7 +99,7 @@ def sentences(report: Report) -> list[str]:
     notes += [verdict(report, t) for t in dict.fromkeys(f.temperature for f in report.figures)]
     notes += _greedy(report)
     notes += [
-        f"{f.engine} at temperature {f.temperature:g}: {f.num_fallbacks} rounds without a failed drafter."
+        f"{f.engine} at temperature {f.temperature:g}: the drafter failed {f.num_fallbacks} rounds."
         for f in report.figures
         if f.num_fallbacks
     ]
