@@ -16,7 +16,7 @@ from cluster.bench_statistics import Estimate, Figures
 KINDS = (".svg", ".png")
 _TEMPERATURE_COLOURS = ("#0072B2", "#56B4E9", "#000000", "#999999")
 _PART_COLOURS = {"draft": "#E69F00", "wire": "#CC79A7", "target": "#009E73", "rest": "#999999"}
-_ROOM_FOR_WORDS = 1.75  # right of the longest bar, times its length
+_ROOM_FOR_WORDS = 1.5  # right of the longest bar, times its length
 
 
 def draw(report: Report) -> Figure:
@@ -25,7 +25,7 @@ def draw(report: Report) -> Figure:
     speeds, rounds = figure.subplots(1, 2)
     _draw_speeds(speeds, report.figures)
     _draw_rounds(rounds, [f for f in report.figures if f.round is not None])
-    figure.suptitle(report.conditions.pair)
+    figure.suptitle(f"Outrider beside transformers: {report.conditions.pair}", fontsize=11)
     figure.supxlabel(f"{report.conditions.machine}; {report.conditions.numbers}", fontsize=8, color="#555555")
     return figure
 
@@ -109,5 +109,6 @@ def _finish(axes: Axes, names: Sequence[str], title: str, unit: str) -> None:
     axes.invert_yaxis()
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(unit)
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    # Below the axes, so that it hides no bar.
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper right", bbox_to_anchor=(1, -0.12))
     axes.spines[["top", "right"]].set_visible(False)
