@@ -28,6 +28,10 @@ class DeploymentStateError(RuntimeError):
     """The sentence says what is wrong with a deployment's file, and what to do."""
 
 
+class BadName(ValueError):
+    """The sentence gives the name, and what a name must be."""
+
+
 class WorkerAddress(Settings):
     """One worker of a deployment."""
 
@@ -78,9 +82,9 @@ class DeploymentState(Settings):
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that cannot be a file's everywhere."""
+    """Raise BadName for a name that cannot be a file's everywhere."""
     if not _NAME.fullmatch(name):
-        raise ValueError(
+        raise BadName(
             f"name is {name!r}; it must be 1 to 32 letters, digits, '-' or '_', and begin with one of the"
             " first two"
         )

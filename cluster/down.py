@@ -11,8 +11,16 @@ import time
 
 from rich.console import Console
 
-from cluster.deployment_state import DeploymentState, DeploymentStateError, check_name, locked, read_file
+from cluster.deployment_state import (
+    BadName,
+    DeploymentState,
+    DeploymentStateError,
+    check_name,
+    locked,
+    read_file,
+)
 from cluster.outcome import DONE, FAILED, REFUSED, say_error
+from cluster.private_run import Refused
 from cluster.processes import end_session
 from cluster.up import forget
 
@@ -25,11 +33,11 @@ def end_deployment(name: str, *, grace_seconds: float) -> int:
     try:
         check_name(name)
         if not grace_seconds >= 0:
-            raise ValueError(f"--grace is {grace_seconds}; it must not lie below 0")
+            raise Refused(f"--grace is {grace_seconds}; it must not lie below 0")
         with locked(name):
             state = read_file(name)
             sentence = f"No deployment {name!r} is up." if state is None else _end(state, grace_seconds)
-    except ValueError as error:
+    except (Refused, BadName) as error:
         return say_error(err, str(error), REFUSED)
     except (DeploymentStateError, StillRunning) as error:
         return say_error(err, str(error), FAILED)

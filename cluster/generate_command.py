@@ -14,7 +14,14 @@ from rich.console import Console
 
 from cluster.answering import NoAnswer, require_answer
 from cluster.deployment import DeploymentFailed, private_deployment
-from cluster.deployment_state import DEFAULT_NAME, DeploymentState, DeploymentStateError, read_state
+from cluster.deployment_state import (
+    DEFAULT_NAME,
+    BadName,
+    DeploymentState,
+    DeploymentStateError,
+    check_name,
+    read_state,
+)
 from cluster.generation import Generation, GenerationFailed, generate
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, say_error
@@ -43,6 +50,10 @@ class Place:
                 f"deployment is {self.deployment}; it cannot be used with --private, --target or --draft,"
                 " which ask for a private one"
             )
+        try:
+            check_name(self.deployment or DEFAULT_NAME)
+        except BadName as error:
+            raise Refused(f"deployment {str(error).removeprefix('name ')}") from None
         state = None if wants_private else read_state(self.deployment or DEFAULT_NAME)
         if state is None and self.deployment is not None:
             raise DeploymentStateError(

@@ -34,7 +34,7 @@ def started_at(pid: int) -> float | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.NoSuchProcess:
+    except psutil.Error:  # gone, or another user's
         return None
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from cluster.deployment import FOLDER_PREFIX, DeploymentFailed, staying_deployment
 from cluster.deployment_state import (
     DEFAULT_NAME,
+    BadName,
     DeploymentState,
     DeploymentStateError,
     check_name,
@@ -53,11 +54,9 @@ def start_deployment(wish: StayingWish, name: str, *, startup_seconds: float) ->
                 plan = prepare_staying(wish, steps.say)
                 steps.note(plan.memory)
                 state = _deploy(wish, plan, name, steps, startup_seconds)
-    except ValueError as error:
-        if isinstance(error, ModelRefused):
-            return say_error(err, str(error), FAILED)
+    except (Refused, BadName) as error:
         return say_error(err, _with_options(str(error)), REFUSED)
-    except (PortTaken, DoesNotFit, DeploymentFailed, DeploymentStateError, OSError) as error:
+    except (PortTaken, ModelRefused, DoesNotFit, DeploymentFailed, DeploymentStateError, OSError) as error:
         return say_error(err, str(error), FAILED)
     out.print(_summary(state, plan), markup=False, soft_wrap=True)
     return DONE

@@ -11,6 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from workers.checkpoints import ModelUnreachable, Role, resolve
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_users_deployments(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No command that a test runs finds a deployment of the user who runs the tests."""
+    os.environ["OUTRIDER_STATE"] = str(tmp_path_factory.mktemp("state"))
+
+
 def _demo(role: Role) -> Path:
     try:
         return resolve("demo", role=role, progress=print)

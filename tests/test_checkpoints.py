@@ -354,6 +354,21 @@ def test_a_hub_id_is_fetched_at_its_revision(make: Make, monkeypatch: pytest.Mon
     assert len(messages) == 3
 
 
+def test_offline_the_hub_is_not_asked_and_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OUTRIDER_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "model_info", None)
+
+    def download(repository: str, **options: Any) -> str:
+        assert options["local_files_only"]
+        raise errors.LocalEntryNotFoundError("no")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelUnreachable, match=r"'org/name' .*cache has no copy.*without --offline"):
+        resolve("org/name", role="target", progress=no_progress)
+
+
 def hub_error(kind: type[errors.HfHubHTTPError]) -> Exception:
     return kind("no", response=Mock(headers={}))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
 from cluster import generate_command
 from cluster.command_line import app
 from cluster.deployment import DeploymentFailed
+from cluster.deployment_state import DeploymentState, read_state, write_state
 from cluster.interrupts import Interrupted
 from cluster.plan import Deployed, Plan
 from protos import inference_pb2_grpc
@@ -26,6 +29,8 @@ from protos.inference_pb2 import (
     Finished,
     GenerateReply,
     GenerateRequest,
+    GetModelInfoRequest,
+    ModelInfo,
     Started,
     Token,
     Tokens,
@@ -50,10 +55,14 @@ USAGE = Usage(
 )
 
 
+INFO = ModelInfo(target_model="t", max_length=128)
+
+
 class _Service(inference_pb2_grpc.InferenceServicer):
     """Answers every request with TOKENS, or refuses it."""
 
     refusal: str | None = None
+    address = ""
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
@@ -68,10 +77,13 @@ class _Service(inference_pb2_grpc.InferenceServicer):
         yield GenerateReply(finished=Finished(reason=FINISH_REASON_LENGTH, text="�"))
         yield GenerateReply(usage=USAGE)
 
+    def GetModelInfo(self, request: GetModelInfoRequest, context: grpc.ServicerContext) -> ModelInfo:
+        return INFO
+
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
-    """A service in this process, in the place of a deployment."""
+    """A service in this process, in the place of a private deployment."""
     servicer = _Service()
     server = grpc.server(ThreadPoolExecutor(max_workers=1))
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
@@ -84,6 +96,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
         yield Deployed(address=address, control_token="", workers=(), coordinator_pid=0, ray_address="")
 
     monkeypatch.setattr(generate_command, "private_deployment", deployed)
+    servicer.address = f"127.0.0.1:{port}"
     yield servicer
     server.stop(None).wait()
 
@@ -217,6 +230,91 @@ def test_a_refusal_by_the_service_is_a_refusal_here(service: _Service, target: P
     service.refusal = "top_k is 5; it must not be"
     result = _generate("prompt", "--target", target, "--draft", "none")
     assert (result.exit_code, "top_k is 5" in result.stderr) == (2, True)
+
+
+@pytest.fixture
+def up(
+    service: _Service, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[_Service]:
+    """A deployment that is up: the service, and a process that keeps nothing."""
+    monkeypatch.setenv("OUTRIDER_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(generate_command, "private_deployment", None)  # nobody may start one
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(300)"], cwd=tmp_path, start_new_session=True
+    )
+    state = DeploymentState(
+        name="default",
+        address=service.address,
+        control_token="secret",
+        workers=(),
+        target="their-target",
+        draft="their-draft",
+        target_folder=target,
+        num_draft_tokens=5,
+        rule="token",
+        folder=tmp_path,
+        ray_address="127.0.0.1:1",
+        keeper_pid=keeper.pid,
+        keeper_started=psutil.Process(keeper.pid).create_time(),
+        coordinator_pid=keeper.pid,
+        created_at=0.0,
+    )
+    write_state(state)
+    yield service
+    keeper.kill()
+    keeper.wait()
+
+
+def test_a_deployment_that_is_up_is_used_and_named(up: _Service) -> None:
+    result = _generate("Hi", "--seed", "5")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "Hello [you]�\n"
+    assert f"On the deployment 'default' at {up.address}" in result.stderr
+    assert "target their-target, draft their-draft, K = 5" in result.stderr
+    [request] = up.requests
+    assert request.chat.messages[0].content == "Hi"  # its target has a template
+    assert not request.HasField("num_draft_tokens")  # the deployment's own
+    assert _generate("Hi", "--deployment", "default", "--draft-tokens", "2").exit_code == 0
+    assert up.requests[-1].num_draft_tokens == 2
+
+
+def test_private_or_a_model_ask_for_a_private_deployment(
+    up: _Service, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+
+    def fail(plan: Plan, *_: Any, **__: Any) -> None:
+        plans.append(plan)
+        raise DeploymentFailed("Not today.")
+
+    monkeypatch.setattr(generate_command, "private_deployment", fail)
+    assert "Not today." in _generate("Hi", "--target", target, "--draft", "none").stderr
+    assert "Not today." in _generate("Hi", "--target", target, "--draft", target, "--private").stderr
+    assert [plan.num_draft_tokens for plan in plans] == [0, 3]
+    result = _generate("Hi", "--target", target, "--deployment", "default")
+    assert (result.exit_code, "--deployment is default" in result.stderr) == (2, True)
+
+
+def test_a_deployment_that_is_not_up_or_does_not_answer_is_said(up: _Service, tmp_path: Path) -> None:
+    result = _generate("Hi", "--deployment", "other")
+    assert (result.exit_code, "outrider up --name other" in result.stderr) == (1, True)
+    result = _generate("Hi", "--deployment", "../other")
+    assert (result.exit_code, "--deployment is '../other'" in result.stderr) == (2, True)
+    state = read_state()
+    assert state is not None
+    write_state(state.model_copy(update={"address": "127.0.0.1:1"}))
+    result = _generate("Hi")
+    assert (result.exit_code, "outrider ps" in result.stderr) == (1, True)
+
+
+def test_offline_reaches_whatever_fetches(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    for command in (["generate", "Hi"], ["up", "--port", port]):
+        monkeypatch.setenv("OUTRIDER_OFFLINE", "0")  # the option changes it; put back afterwards
+        result = CliRunner().invoke(app, [*command, "--offline", "--target", "nobody/has-this"])
+        assert (result.exit_code, "nothing may be fetched offline" in result.stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

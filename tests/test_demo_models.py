@@ -1,6 +1,7 @@
 """The demo pair is made once, whatever happens meanwhile, and is what it claims to be."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.tiny_models import save_tiny
 from workers import demo_models
 from workers.checkpoints import ModelRefused, ModelUnreachable, check, check_pair, resolve
 
@@ -104,6 +106,36 @@ def test_what_is_damaged_is_made_again(cache: Path, tmp_path: Path, damage: str)
     assert log.read_text() == "made\nmade\n"
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "weights"]
     assert (folder / "weights").read_text() == "whole weights"
+
+
+def test_the_cache_can_be_moved_to_another_place(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"{demo_models._WHEEL_SHA256}, recipe {demo_models._RECIPE}"
+
+    def make(folder: Path) -> None:
+        save_tiny(folder)
+
+    folder = demo_models._make_once(demo_models.TARGET_NAME, source, make, print)
+    assert resolve("demo", role="target", progress=print) == folder
+    moved = tmp_path / "elsewhere" / "models"
+    moved.parent.mkdir()
+    shutil.move(cache, moved)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(moved))
+    monkeypatch.setenv("OUTRIDER_OFFLINE", "1")
+    found = resolve("demo", role="target", progress=print)
+    assert found == moved / demo_models.TARGET_NAME
+    assert check(found, role="target").folder == found
+    assert not any(str(cache).encode() in file.read_bytes() for file in moved.rglob("*") if file.is_file())
+
+
+def test_offline_the_missing_demo_model_is_named_and_nothing_is_run(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_OFFLINE", "1")
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(ModelUnreachable, match=f"not in {cache}, .*without --offline .*or copy"):
+        resolve("demo", role="draft", progress=print)
 
 
 def pip_that(

@@ -108,7 +108,11 @@ def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
 
     repository, _, revision = name.partition("@")
     instead = "give a local folder, or 'demo'"
-    progress(f"Fetching {name} from the hub, or from its cache")
+    progress(
+        f"Finding {name} in the hub's cache"
+        if is_offline()
+        else f"Fetching {name} from the hub, or from its cache"
+    )
     hub_logging.set_verbosity_error()  # its retries are no news to a user
     try:
         # Only the top folder: repositories keep other formats of the same weights below it.
