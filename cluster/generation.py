@@ -11,7 +11,16 @@ from typing import Any
 import grpc
 
 from protos import inference_pb2_grpc
-from protos.inference_pb2 import Finished, FinishReason, GenerateReply, GenerateRequest, Origin, Token, Usage
+from protos.inference_pb2 import (
+    Finished,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    Origin,
+    RoundTimes,
+    Token,
+    Usage,
+)
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -103,26 +112,18 @@ def tokens_as_json(tokens: Iterable[Token]) -> list[dict[str, Any]]:
     return [{"id": token.id, "text": token.text, "origin": origin_name(token)} for token in tokens]
 
 
-def usage_as_json(usage: Usage) -> dict[str, Any]:
-    """The message's fields; the two rates only where something was drafted."""
-    optional = {
-        name: getattr(usage, name)
-        for name in ("acceptance_rate", "mean_acceptance_length")
-        if usage.HasField(name)
-    }
-    return {
-        "num_prompt_tokens": usage.num_prompt_tokens,
-        "num_completion_tokens": usage.num_completion_tokens,
-        "num_rounds": usage.num_rounds,
-        "num_drafts": usage.num_drafts,
-        "num_draft_tokens": usage.num_draft_tokens,
-        "num_accepted_tokens": usage.num_accepted_tokens,
-        "num_accepted_tokens_per_pos": list(usage.num_accepted_tokens_per_pos),
-        "num_q_bytes": usage.num_q_bytes,
-        "num_fallbacks": usage.num_fallbacks,
-        "num_unusable_rows": usage.num_unusable_rows,
-        **optional,
-    }
+def usage_as_json(message: Usage | RoundTimes) -> dict[str, Any]:
+    """The message's fields by name, in its order; what is absent (a rate of nothing) is left out."""
+    known: dict[str, Any] = {}
+    for kind in message.DESCRIPTOR.fields:
+        value = getattr(message, kind.name)
+        if kind.message_type is not None:
+            known[kind.name] = usage_as_json(value)
+        elif kind.is_repeated:
+            known[kind.name] = list(value)
+        elif not kind.has_presence or message.HasField(kind.name):
+            known[kind.name] = value
+    return known
 
 
 def generate(address: str, request: GenerateRequest, show: Show) -> Generation:
