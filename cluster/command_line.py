@@ -13,10 +13,8 @@ import typer
 from cluster.bench_command import bench_command
 from cluster.call_command import CALL_EPILOG, call_command
 from cluster.check_law_command import CHECK_LAW_EPILOG, check_law_command
-from cluster.deployment_commands import Offline, down_command, ps_command, up_command
+from cluster.deployment_commands import STARTUP_SECONDS, Offline, down_command, ps_command, up_command
 from cluster.interrupts import Interrupted
-
-STARTUP_SECONDS = 300.0
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 

@@ -14,6 +14,7 @@ import typer
 from cluster.interrupts import Interrupted
 
 DEFAULT_PORT = 7480
+STARTUP_SECONDS = 300.0
 
 
 def _go_offline(wanted: bool) -> bool:
@@ -78,7 +79,7 @@ def up_command(
     offline: Offline = False,
     startup_timeout: Annotated[
         float, typer.Option(help="Seconds within which the deployment must serve.")
-    ] = 300.0,
+    ] = STARTUP_SECONDS,
 ) -> None:
     """Start a deployment on this machine that stays.
 

@@ -19,7 +19,6 @@ from cluster.processes import session_members, started_at, works_in
 from protos.settings import Settings
 
 DEFAULT_NAME = "default"
-DEFAULT_PORT = 7480
 _CLOCK_SECONDS = 2.0  # the system tells when a process began in ticks since a start that it knows to a second
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 

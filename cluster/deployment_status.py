@@ -5,7 +5,7 @@ dead part is told from what the system says of its process, the rest from what t
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import grpc
@@ -17,6 +17,7 @@ from protos import control_pb2_grpc
 from protos.authorization import metadata
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Totals, WorkerHealth
 
+Memory = dict[int, int]  # bytes of each living process of the deployment
 ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
 
 
@@ -69,20 +70,20 @@ class DeploymentReport:
 
 def examine(state: DeploymentState) -> DeploymentReport:
     """Look at the deployment. Takes ANSWER_SECONDS at most, and milliseconds when all is well."""
-    members = state.processes()
+    memory = {pid: _memory(pid) for pid in state.processes()}
     answer = _ask(state)
     status = answer if isinstance(answer, DeploymentStatus) else None
-    actors = (_coordinator(state, members, answer), *_workers(state, members, status))
+    actors = (_coordinator(state, memory, answer), *_workers(state, memory, status))
     return DeploymentReport(
         state=state,
         uptime_seconds=max(0.0, time.time() - state.created_at),
         num_cores=usable_cores(),
-        memory_bytes=sum(filter(None, map(_memory, members))),
+        memory_bytes=sum(memory.values()),
         actors=actors,
         num_running_sessions=status.num_running_sessions if status else None,
         num_waiting_sessions=status.num_waiting_sessions if status else None,
         totals=status.totals if status else None,
-        problems=tuple(_problems(state, members, actors)),
+        problems=tuple(_problems(state, memory, actors)),
     )
 
 
@@ -101,7 +102,7 @@ def _ask(state: DeploymentState) -> DeploymentStatus | str:
             return f"does not answer ({error.code().name}: {error.details()})"
 
 
-def _coordinator(state: DeploymentState, members: list[int], answer: DeploymentStatus | str) -> ActorStatus:
+def _coordinator(state: DeploymentState, memory: Memory, answer: DeploymentStatus | str) -> ActorStatus:
     silence, num_sessions = (answer, None) if isinstance(answer, str) else ("", answer.num_running_sessions)
     return ActorStatus(
         name="coordinator",
@@ -109,16 +110,16 @@ def _coordinator(state: DeploymentState, members: list[int], answer: DeploymentS
         model=None,
         address=state.address,
         pid=state.coordinator_pid,
-        memory_bytes=_memory(state.coordinator_pid),
+        memory_bytes=memory.get(state.coordinator_pid),
         num_slots=None,
         num_slots_used=None,
         num_sessions=num_sessions,
-        problem=_process_problem(state.coordinator_pid, members) or silence,
+        problem=_process_problem(state.coordinator_pid, memory) or silence,
     )
 
 
 def _workers(
-    state: DeploymentState, members: list[int], status: DeploymentStatus | None
+    state: DeploymentState, memory: Memory, status: DeploymentStatus | None
 ) -> Iterable[ActorStatus]:
     told = {worker.address: worker for worker in status.workers} if status else {}
     for worker in state.workers:
@@ -129,27 +130,27 @@ def _workers(
             model=worker.model,
             address=worker.address,
             pid=worker.pid,
-            memory_bytes=_memory(worker.pid),
+            memory_bytes=memory.get(worker.pid),
             num_slots=health.num_slots or None,
             num_slots_used=health.num_slots_used if health.num_slots else None,
             num_sessions=health.num_sessions if status else None,
-            problem=_process_problem(worker.pid, members) or ("" if health.is_healthy else health.problem),
+            problem=_process_problem(worker.pid, memory) or ("" if health.is_healthy else health.problem),
         )
 
 
-def _problems(state: DeploymentState, members: list[int], actors: Iterable[ActorStatus]) -> Iterable[str]:
+def _problems(state: DeploymentState, memory: Memory, actors: Iterable[ActorStatus]) -> Iterable[str]:
     down = f"`outrider down {state.name}`"
-    if not members:
+    if not memory:
         yield f"All its processes have ended without `outrider down`; {down} removes what they left behind."
         return
-    if problem := _process_problem(state.keeper_pid, members):
+    if problem := _process_problem(state.keeper_pid, memory):
         yield f"The keeper (pid {state.keeper_pid}): {problem}. All else goes on; {down} ends it as well."
     sick = [f"{actor.name}: {actor.problem}" for actor in actors if actor.problem]
     if sick:
         yield f"{'; '.join(sick)}. To start anew: {down}, then `outrider up`."
 
 
-def _process_problem(pid: int, members: list[int]) -> str:
+def _process_problem(pid: int, members: Container[int]) -> str:
     """What is wrong with a process as such; '' when it runs."""
     try:
         status = psutil.Process(pid).status() if pid in members else psutil.STATUS_ZOMBIE
@@ -162,10 +163,10 @@ def _process_problem(pid: int, members: list[int]) -> str:
     return ""
 
 
-def _memory(pid: int) -> int | None:
+def _memory(pid: int) -> int:
     """Bytes that the process takes; pages shared with others count in part, where the system tells."""
     try:
         memory = psutil.Process(pid).memory_full_info()
         return int(getattr(memory, "pss", 0) or memory.rss)
     except psutil.Error:
-        return None
+        return 0
