@@ -122,12 +122,14 @@ def verdict(report: Report, temperature: float) -> str:
     ]
     plain = report.at(outrider(0), temperature)
     of_transformers = None if plain is None else plain.of_transformers
-    compared = f"plain, Outrider is {_interval(of_transformers, 2)} times transformers' generate"
+    compared = f"without drafts, Outrider is {_interval(of_transformers, 2)} times transformers' generate"
     if not drafting:
         return f"At temperature {temperature:g}, {compared}."
     _, ratio, engine = max(drafting, key=lambda candidate: candidate[0])
     among = "" if len(drafting) == 1 else ", the best K here,"
-    if not ratio.excludes_one:
+    if ratio.low is None:
+        outcome = "too few prompts to tell whether it pays"
+    elif not ratio.excludes_one:
         outcome = "no clear difference on this machine"
     else:
         outcome = "it pays on this machine" if ratio.median > 1 else "it does not pay on this machine"

@@ -95,7 +95,7 @@ def test_the_tables_are_markdown_with_dashes_for_what_is_absent() -> None:
             Estimate(1.25, 0.9, 1.6),
             "1.25 [0.90, 1.60] times plain decoding by the same engine: no clear difference",
         ),
-        (Estimate(1.25, None, None), "1.25 times plain decoding by the same engine: no clear difference"),
+        (Estimate(1.25, None, None), "1.25 times plain decoding by the same engine: too few prompts to tell"),
     ],
 )
 def test_the_result_is_said_in_one_plain_sentence(ratio: Estimate, outcome: str) -> None:
@@ -103,7 +103,7 @@ def test_the_result_is_said_in_one_plain_sentence(ratio: Estimate, outcome: str)
     report = replace(REPORT, figures=(NO_DRAFTS, PLAIN, replace(DRAFTED, of_plain=ratio), worse))
     sentence = verdict(report, 1.0)
     assert sentence.startswith("At temperature 1, drafting with K = 3, the best K here, is " + outcome)
-    assert sentence.endswith("plain, Outrider is 1.20 [1.10, 1.30] times transformers' generate.")
+    assert sentence.endswith("; without drafts, Outrider is 1.20 [1.10, 1.30] times transformers' generate.")
 
 
 def test_greedy_texts_that_differ_are_placed_with_the_gap_there() -> None:
