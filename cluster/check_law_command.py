@@ -33,8 +33,8 @@ def check_law_command(
     prompt: Annotated[
         str, typer.Option(help="What to sample behind: short, as each sample reads it.")
     ] = PROMPT,
-    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1280,
-    tokens: Annotated[int, typer.Option(help="Tokens of each sample to compare, 2 to 64.")] = 4,
+    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1536,
+    tokens: Annotated[int, typer.Option(help="Tokens of each sample to compare, 2 to 64.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy, 1 the model's own law.")] = 1.0,
     top_k: Annotated[
         int, typer.Option(help="Keep the k likeliest tokens, so that the others must not occur; 0 keeps all.")
@@ -84,9 +84,10 @@ def _check(name: str, prompt: str, given: dict[str, Any], *, as_json: bool) -> i
     from pydantic import ValidationError
     from rich.console import Console
 
-    from cluster.check_law import CheckFailed, CheckSettings, Endpoints, check_law
+    from cluster.check_law import Endpoints, check_law
     from cluster.deployment_state import DeploymentStateError, read_state
     from cluster.law_report import Verdict
+    from cluster.law_samples import CheckFailed, CheckSettings
     from cluster.law_table import law_as_json, law_tables
     from cluster.progress import Steps
     from coordinator.text import Text as Tokenizer

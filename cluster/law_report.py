@@ -80,6 +80,7 @@ class LawReport:
     num_draft_tokens: int
     num_mismatches: int
     num_unusable: int
+    is_drafting: bool  # whether the deployment is meant to draft
 
     @property
     def share_verified(self) -> float:
@@ -110,7 +111,7 @@ class LawReport:
         doubts = []
         if self.num_samples < self.num_wanted:
             doubts.append(f"Time was up after {self.num_samples} of {self.num_wanted} samples.")
-        if self.num_draft_tokens and self.share_verified < LEAST_DRAFTED:
+        if self.is_drafting and self.share_verified < LEAST_DRAFTED:
             doubts.append(
                 f"Only {self.share_verified:.0%} of the compared tokens come from rounds with drafts."
             )
@@ -133,6 +134,7 @@ def report(
     num_wanted: int,
     num_extra_rows: int,
     num_checked: int,
+    is_drafting: bool,
     has_token_rule: bool,
 ) -> LawReport:
     """Compare what was sampled with the tree.
@@ -174,4 +176,5 @@ def report(
         num_draft_tokens=sum(batch.num_draft_tokens for batch in batches),
         num_mismatches=sum(batch.num_mismatches for batch in batches),
         num_unusable=sum(batch.num_unusable for batch in batches),
+        is_drafting=is_drafting,
     )

@@ -61,8 +61,10 @@ class Pair:
 
 def usual_target(prefix: tuple[int, ...]) -> NDArray[np.floating]:
     """One likely token behind the prompt, as behind a good prompt for a check; anything behind that."""
-    logits = _TABLE(prefix)
-    return logits + 3.5 * (np.arange(V) == logits.argmax()) if prefix == (1, 2) else logits
+    logits = np.array(_TABLE(prefix))
+    if prefix == (1, 2):
+        logits[logits.argmax()] += 3.5
+    return logits
 
 
 def usual_draft(prefix: tuple[int, ...]) -> NDArray[np.floating]:
@@ -92,7 +94,7 @@ def by_turns(first: Sequence[float], odd: Sequence[float], even: Sequence[float]
     def next_logits(prefix: tuple[int, ...]) -> NDArray[np.floating]:
         weights = first if len(prefix) == 2 else odd if len(prefix) % 2 else even
         with np.errstate(divide="ignore"):
-            return np.log(np.array(weights))
+            return np.asarray(np.log(np.array(weights)))
 
     return next_logits
 

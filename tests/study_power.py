@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from cluster.check_law import CheckSettings, check_law
+from cluster.check_law import check_law
 from cluster.joint_law import chi_square
 from cluster.law_report import LEVEL, LawReport, Verdict
+from cluster.law_samples import CheckSettings
 from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment
 
-NUM_RUNS = 3
+NUM_RUNS = 2
 CAUTION = float(stats.norm.isf(0.01))
 
 
@@ -85,14 +86,13 @@ def _normal(deviations: Sequence[float], *, two_sided: bool = False) -> float:
 
 
 async def study(fault: Fault, num_runs: int, seed: int) -> list[LawReport]:
-    """Checks of a deployment with the fault, at the default number of samples."""
-    async with deployment(fault) as endpoints:
-        return [
-            await check_law(
-                endpoints, fault.prompt, CheckSettings(seed=seed + run * 2**40, top_k=TOP_K), lambda _: None
-            )
-            for run in range(num_runs)
-        ]
+    """Checks at the default number of samples, each of a fresh deployment with the fault."""
+    reports = []
+    for run in range(num_runs):
+        settings = CheckSettings(seed=seed + run * 2**40, top_k=TOP_K)
+        async with deployment(fault) as endpoints:
+            reports.append(await check_law(endpoints, fault.prompt, settings, lambda _: None))
+    return reports
 
 
 def main() -> None:

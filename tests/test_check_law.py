@@ -14,9 +14,11 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
-from cluster.check_law import CheckFailed, CheckSettings, Endpoints, check_law
+from cluster.check_law import Endpoints, check_law
 from cluster.law_report import LEVEL, LawReport, Verdict
+from cluster.law_samples import CheckFailed, CheckSettings
 from cluster.law_table import law_as_json, law_tables
+from coordinator.drafting import Drafter
 from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment, nothing
 from workers.language_model import Feed, Logits
 from workers.table_model import TableModel
@@ -95,6 +97,15 @@ async def test_when_time_is_up_what_was_begun_is_compared_and_the_verdict_is_ope
 async def test_a_deployment_that_does_not_draft_says_nothing_about_drafting() -> None:
     plain = await checked(Fault(nothing, config={"num_draft_tokens": 0}), num_samples=64)
     assert (plain.verdict, plain.share_verified) == (Verdict.CONSISTENT, 0.0)
+
+
+async def test_a_drafter_that_stays_away_leaves_the_verdict_open() -> None:
+    def never(patched: pytest.MonkeyPatch) -> None:
+        patched.setattr(Drafter, "_is_ready", lambda drafter, session: False)
+
+    report = await checked(Fault(never), num_samples=64)
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert report.doubts == ("Only 0% of the compared tokens come from rounds with drafts.",)
 
 
 async def test_it_waits_for_places_and_keeps_to_the_services_limits() -> None:

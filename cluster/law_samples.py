@@ -1,0 +1,171 @@
+"""Samples for a check of the law: many short ones behind one prompt, through the public service.
+
+Knows the service's messages and what is sampled; not what the samples are compared with.
+
+The first token of a sample is plain, as the drafter takes in the prompt meanwhile; those behind it come from
+rounds with drafts. One token more is asked for than is compared, since a round drafts at most one token less
+than may still be committed: so every compared token but the first can come from a round with drafts. Every
+other request asks for the shortest block that its rule can go wrong with, so that bonus tokens and second
+rounds lie among the first tokens, where the law is resolved best; the others leave K to the deployment.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+from pydantic import Field
+
+from cluster.law_report import Batch
+from protos.inference_pb2 import (
+    FINISH_REASON_ABORT,
+    FINISH_REASON_STOP,
+    ORIGIN_PLAIN,
+    GenerateRequest,
+    ModelInfo,
+    Token,
+    TokenIds,
+    Usage,
+)
+from protos.settings import Settings
+from protos.worker_pb2 import Sampling
+
+NUM_CHOICES = 8  # samples of a request: few, so that the time limit bites, but some, as they must differ
+CALL_SECONDS = 60.0
+PAUSE_SECONDS = 0.5  # where other requests fill the service
+
+Progress = Callable[[str], None]
+
+
+class CheckFailed(RuntimeError):
+    """The check could not be done. The sentence says why."""
+
+
+class CheckSettings(Settings):
+    """What is sampled."""
+
+    num_samples: int = Field(default=1536, ge=16, le=1_000_000)
+    depth: int = Field(default=3, ge=2, le=64)  # D: tokens of a sample that are compared
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_k: int = Field(default=20, ge=0, le=2**31 - 1)  # so that most tokens have probability zero
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(ge=0, le=2**64 - 1)  # of the first request; each has the next
+    max_seconds: float = Field(default=600.0, gt=0.0)  # of sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """What shapes p."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+
+@contextlib.contextmanager
+def in_words(who: str) -> Iterator[None]:
+    """Turn an RPC's failure into CheckFailed."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise CheckFailed(f"{error.code().name} from {who}: {error.details()}") from error
+
+
+class Sampler:
+    """Requests of a few choices each, as many at once as the service has places for."""
+
+    def __init__(
+        self,
+        stub: Any,
+        info: ModelInfo,
+        prompt: Sequence[int],
+        settings: CheckSettings,
+        shortest_block: int,
+        progress: Progress,
+    ) -> None:
+        """`stub` is the service's, `info` what it says of itself, `prompt` token ids."""
+        self._stub = stub
+        self._settings = settings
+        self._progress = progress
+        self._num_choices = min(NUM_CHOICES, info.max_choices)
+        self._short_k = min(info.num_draft_tokens, shortest_block)
+        self._num_at_once = -(-info.max_running_sessions // self._num_choices) + 1  # so that some wait
+        self._request = GenerateRequest(
+            token_ids=TokenIds(ids=prompt),
+            max_tokens=settings.depth + 1,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
+            n=self._num_choices,
+        )
+        self._batches: dict[int, Batch] = {}
+
+    async def sample(self) -> list[Batch]:
+        """All of them, or those that were begun before time was up."""
+        num_requests = -(-self._settings.num_samples // self._num_choices)
+        numbers = iter(range(num_requests))
+        self._begun = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._num_at_once, num_requests)):
+                    group.create_task(self._work(numbers))
+        except* CheckFailed as errors:
+            raise errors.exceptions[0] from None
+        return [self._batches[number] for number in sorted(self._batches)]
+
+    async def _work(self, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            if time.monotonic() - self._begun > self._settings.max_seconds and self._batches:
+                return
+            self._batches[number] = await self._ask(number)
+            self._say()
+
+    def _say(self) -> None:
+        num_done = len(self._batches) * self._num_choices
+        num_left = max(0, self._settings.num_samples - num_done)
+        seconds = (time.monotonic() - self._begun) / num_done * num_left
+        self._progress(f"Sampling: {num_done} of {self._settings.num_samples}, about {seconds:.0f} s left")
+
+    async def _ask(self, number: int) -> Batch:
+        """One request, with a seed of its own. It is sent again only where it was not begun."""
+        request = GenerateRequest(seed=(self._settings.seed + number) % 2**64)
+        request.MergeFrom(self._request)
+        if number % 2 and self._short_k:
+            request.num_draft_tokens = self._short_k
+        give_up = self._begun + self._settings.max_seconds + CALL_SECONDS
+        while True:
+            try:
+                return await self._collect(request, give_up - time.monotonic())
+            except grpc.aio.AioRpcError as error:
+                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                if not is_full or time.monotonic() > give_up - PAUSE_SECONDS:
+                    raise CheckFailed(f"{error.code().name} from the service: {error.details()}") from error
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _collect(self, request: GenerateRequest, seconds: float) -> Batch:
+        choices: list[list[Token]] = [[] for _ in range(request.n)]
+        num_ended, usage = 0, Usage()
+        async for reply in self._stub.Generate(request, timeout=max(seconds, 1.0)):
+            match reply.WhichOneof("event"):
+                case "tokens":
+                    choices[reply.tokens.choice] += reply.tokens.tokens
+                case "finished" if reply.finished.reason == FINISH_REASON_ABORT:
+                    raise CheckFailed(
+                        "Somebody aborted a request of the check; what is left could be biased."
+                    )
+                case "finished":
+                    num_ended += reply.finished.reason == FINISH_REASON_STOP
+                case "usage":
+                    usage = reply.usage
+        compared = [tokens[: self._settings.depth] for tokens in choices]
+        return Batch(
+            samples=tuple(tuple(token.id for token in tokens) for tokens in compared),
+            num_verified=sum(token.origin != ORIGIN_PLAIN for tokens in compared for token in tokens[1:]),
+            num_ended=num_ended,
+            num_accepted=usage.num_accepted_tokens,
+            num_draft_tokens=usage.num_draft_tokens,
+            num_judged=usage.num_judged_tokens,
+            mean_min_pq=usage.mean_min_pq,
+            num_mismatches=usage.num_redraw_mismatches,
+            num_unusable=usage.num_unusable_rows,
+        )
