@@ -93,7 +93,7 @@ def _verdict(report: LawReport) -> Text:
     text.append("".join(f" {each}" for each in (*report.faults, *report.doubts)), "not bold default")
     if report.verdict is Verdict.CONSISTENT:
         text.append(
-            f" A sound deployment fails this check once in {round(1 / FALSE_ALARM):,} times.",
+            f" A sound deployment fails this check about once in {round(1 / FALSE_ALARM):,} times.",
             "not bold default",
         )
     elif report.verdict is Verdict.INCONSISTENT:

@@ -213,6 +213,25 @@ def in_float16(patched: pytest.MonkeyPatch) -> None:
     )
 
 
+class DrawnInFloat16(CountRow):
+    """Ships its counts and draws with running sums in float16."""
+
+    def draw(self, coin: float) -> int:
+        """By rounded sums."""
+        index = np.searchsorted(np.cumsum(self.q.astype(np.float16)), coin, side="right")
+        return int(self.ids[min(int(index), self.ids.size - 1)])
+
+
+def drawn_in_float16(patched: pytest.MonkeyPatch) -> None:
+    """The draw in float16, the ratio with the counts."""
+
+    def row(q: FloatArray, support: int, _: IntArray | None = None) -> CountRow:
+        honest = quantise(q, support)
+        return DrawnInFloat16(honest.ids, honest.counts, honest.total)
+
+    patched.setattr(workers.jobs, "quantise", row)
+
+
 @dataclass(frozen=True, eq=False)
 class ChosenByP(CountRow):
     """Draws twice and takes the token that p likes better."""
@@ -497,6 +516,7 @@ FAULTS = {
     "greedy draft with a soft q": Fault(both(shipped_instead(greedy), unnoticed)),
     "drawn from all of q, shipped truncated": Fault(both(shipped_instead(truncated), unnoticed)),
     "drawn at half the temperature, redrawn by the target": Fault(shipped_instead(sharper)),
+    "drawn in float16, redrawn by the target": Fault(drawn_in_float16),
     "the ratio in float16": Fault(in_float16),
     "a drawn token dropped for its low q": Fault(cutting(before_unlikely)),
     "K chosen after the draws": Fault(cutting(while_probable)),

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from cluster.law_samples import CheckFailed, CheckSettings
 from cluster.law_table import law_as_json, law_tables
 from coordinator.drafting import Drafter
 from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment, nothing
+from tests.study_power import power_of
 from workers.language_model import Feed, Logits
 from workers.table_model import TableModel
 
@@ -80,6 +82,13 @@ async def test_each_finding_condemns_a_fault_of_its_kind(name: str, finding: str
         "pairs": report.pairs_p_value < LEVEL,
         "redraw": report.num_mismatches > 0,
     }[finding]
+
+
+async def test_the_power_that_the_study_states_is_high_for_a_strong_fault_and_nothing_for_none() -> None:
+    sound = [await checked(SOUND["sound, token rule"], 256, seed=seed) for seed in (0, 1000)]
+    faulty = [await checked(FAULTS["greedy draft with a soft q"], 256, seed=seed) for seed in (0, 1000)]
+    assert max(astuple(power_of(sound))) < 0.01
+    assert power_of(faulty).joint > 0.99
 
 
 async def test_without_the_control_token_it_says_so() -> None:
