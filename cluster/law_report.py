@@ -21,7 +21,7 @@ from cluster.joint_law import (
 FALSE_ALARM = 1e-4  # the chance that a sound deployment is condemned, all tests together
 NUM_TESTS = 3
 LEVEL = FALSE_ALARM / NUM_TESTS
-# Samples in a cell: the fewer, the finer the law is seen, and the heavier the far tail of the chi-square is. At
+# Samples in a cell: the fewer, the finer the law is seen, and the heavier the far tail of the chi-square. At
 # this, 4 to 7 of 100,000 simulated sound checks fell below a level of 3.3.
 LEAST_EXPECTED = 12.0
 LEAST_DRAFTED = 0.5  # of the compared tokens, for the check to say something about drafting
