@@ -6,7 +6,7 @@ from cluster.deployment_state import DeploymentState
 from protos import inference_pb2_grpc
 from protos.inference_pb2 import GetModelInfoRequest, ModelInfo
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 
 
 class NoAnswer(RuntimeError):

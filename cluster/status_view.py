@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.deployment_status import ActorStatus, DeploymentReport
+from cluster.terminal import plural
 
 GB = 1e9
 _COUNTS = (
@@ -40,7 +41,7 @@ def view(report: DeploymentReport) -> Group:
         Text(f"{models}, {state.rule} rule"),
         Text(
             f"node {state.ray_address.rpartition(':')[0]} (this machine): {report.num_cores} cores,"
-            f" {report.memory_bytes / GB:.1f} GB used by {len(report.actors)} actors and Ray"
+            f" {report.memory_bytes / GB:.1f} GB used by {plural(len(report.actors), 'actor')} and Ray"
         ),
     ]
     return Group(*lines, _table(report.actors), Text(_counts(report)), *map(Text, report.problems))
@@ -75,7 +76,8 @@ def _counts(report: DeploymentReport) -> str:
         return "sessions: not known"
     parts = [
         f"sessions: {report.num_running_sessions} running, {report.num_waiting_sessions} waiting",
-        f"{totals.num_requests} requests, {totals.num_completion_tokens} tokens, {totals.num_rounds} rounds",
+        f"{plural(totals.num_requests, 'request')}, {plural(totals.num_completion_tokens, 'token')},"
+        f" {plural(totals.num_rounds, 'round')}",
     ]
     if report.acceptance_rate is not None and report.mean_acceptance_length is not None:
         parts.append(

@@ -62,13 +62,13 @@ def legend() -> Text:
 def figures(generation: Generation) -> Text:
     """Counts, times and rates of a finished generation, in one line; a rate of nothing is left out."""
     usage = generation.usage
-    parts = [_plural(usage.num_completion_tokens, "token")]
+    parts = [plural(usage.num_completion_tokens, "token")]
     if generation.seconds is not None and generation.first_token_seconds is not None:
         parts[0] += f" in {generation.seconds:.2f} s from the request to the last token"
         parts.append(f"the first after {generation.first_token_seconds:.2f} s")
     if generation.tokens_per_second is not None:
         parts.append(f"{generation.tokens_per_second:.1f} tokens/s")
-    parts.append(_plural(usage.num_rounds, "round"))
+    parts.append(plural(usage.num_rounds, "round"))
     if usage.num_draft_tokens:
         parts.append(f"{usage.num_drafts} with a draft")
         parts.append(
@@ -78,7 +78,7 @@ def figures(generation: Generation) -> Text:
         parts.append(f"mean acceptance length {usage.mean_acceptance_length:.2f}")
         parts.append(f"{usage.num_q_bytes / usage.num_draft_tokens:.0f} bytes of q a draft token")
     if usage.num_fallbacks:
-        parts.append(f"{_plural(usage.num_fallbacks, 'round')} without the drafter, which failed")
+        parts.append(f"{plural(usage.num_fallbacks, 'round')} without the drafter, which failed")
     parts.append(f"finished by {_FINISHES.get(generation.finish_reason, generation.finish_reason)}")
     parts.append(f"seed {generation.seed}")
     return Text(", ".join(parts))
@@ -87,5 +87,6 @@ def figures(generation: Generation) -> Text:
 _FINISHES = {"stop": "an end token", "length": "max_tokens or the context's end", "abort": "an abort"}
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
+    """The count and what is counted."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
