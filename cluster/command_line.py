@@ -132,7 +132,7 @@ def generate_command(
         place = Place(target, draft, deployment, private, startup_timeout)
         code = generate_text(wish, place, as_json=as_json)
     except KeyboardInterrupt as error:
-        typer.echo("Interrupted; nothing was left running.", err=True)
+        typer.echo("Interrupted; nothing runs that did not run before.", err=True)
         number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     raise typer.Exit(code)
@@ -141,9 +141,9 @@ def generate_command(
 app.command("up", epilog=EXIT_CODES)(up_command)
 app.command("ps", epilog=EXIT_CODES)(ps_command)
 app.command("down", epilog=EXIT_CODES)(down_command)
-app.command("bench", epilog=EXIT_CODES)(bench_command)
 app.command("call", epilog=CALL_EPILOG)(call_command)
 app.command("check-law", epilog=CHECK_LAW_EPILOG)(check_law_command)
+app.command("bench", epilog=EXIT_CODES)(bench_command)
 
 
 if __name__ == "__main__":

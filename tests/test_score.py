@@ -43,12 +43,17 @@ class _Target:
         self._stub = stub
 
     async def score(
-        self, tokens: Sequence[int], num_rows: int, *, token: str | None = SECRET, **sampling: float
+        self,
+        tokens: Sequence[int],
+        num_rows: int,
+        *,
+        sampling: dict[str, float] | None = None,
+        token: str | None = SECRET,
     ) -> ScoreReply:
         request = ScoreRequest(
             tokens=pack_tokens(tokens),
             num_rows=num_rows,
-            sampling=Sampling(**{"temperature": 1.0, "top_p": 1.0, **sampling}),  # type: ignore[arg-type]
+            sampling=Sampling(**{"temperature": 1.0, "top_p": 1.0, **(sampling or {})}),  # type: ignore[arg-type]
         )
         shown = metadata(token) if token is not None else ()
         reply: ScoreReply = await self._stub.Score(request, metadata=shown, timeout=20)
@@ -94,7 +99,7 @@ async def test_rows_are_the_verifiers_own_to_the_last_bit(
     target: _Target, sampling: dict[str, float], num_rows: int
 ) -> None:
     tokens = [i * 7 % V for i in range(37)]  # longer than a pass
-    reply = await target.score(tokens, num_rows, **sampling)
+    reply = await target.score(tokens, num_rows, sampling)
     logits = np.stack([TABLE(tuple(tokens[:end])) for end in range(len(tokens) - num_rows + 1, 38)])
     settings = SamplingSettings(**{"temperature": 1.0, **sampling})  # type: ignore[arg-type]
     assert np.array_equal(np.stack([_dense(row) for row in reply.rows]), probabilities(logits, settings))
@@ -132,7 +137,7 @@ async def test_a_bad_request_is_refused_by_name(
     target: _Target, tokens: list[int], num_rows: int, sampling: dict[str, float], words: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await target.score(tokens, num_rows, **sampling)
+        await target.score(tokens, num_rows, sampling)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert words in str(refusal.value.details())
     assert (await target.status()).num_slots_used == 0
