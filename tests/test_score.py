@@ -46,8 +46,8 @@ class _Target:
         self,
         tokens: Sequence[int],
         num_rows: int,
-        *,
         sampling: dict[str, float] | None = None,
+        *,
         token: str | None = SECRET,
     ) -> ScoreReply:
         request = ScoreRequest(
