@@ -33,7 +33,7 @@ def check_law_command(
     prompt: Annotated[
         str, typer.Option(help="What to sample behind: short, as each sample reads it.")
     ] = PROMPT,
-    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1536,
+    samples: Annotated[int, typer.Option(help="Samples to compare, 16 at least.")] = 1408,
     tokens: Annotated[int, typer.Option(help="Tokens of each sample to compare, 2 to 64.")] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy, 1 the model's own law.")] = 1.0,
     top_k: Annotated[

@@ -3,8 +3,8 @@
 Knows the service's messages and what is sampled; not what the samples are compared with.
 
 The first token of a sample is plain, as the drafter takes in the prompt meanwhile; those behind it come from
-rounds with drafts. One token more is asked for than is compared, since a round drafts at most one token less
-than may still be committed: so every compared token but the first can come from a round with drafts. Every
+rounds with drafts. A round drafts at most one token less than may still be committed, so a little more is
+asked for than is compared: every compared token but the first can then come from a round with drafts. Every
 other request asks for the shortest block that its rule can go wrong with, so that bonus tokens and second
 rounds lie among the first tokens, where the law is resolved best; the others leave K to the deployment.
 """
@@ -46,7 +46,7 @@ class CheckFailed(RuntimeError):
 class CheckSettings(Settings):
     """What is sampled."""
 
-    num_samples: int = Field(default=1536, ge=16, le=1_000_000)
+    num_samples: int = Field(default=1408, ge=16, le=1_000_000)
     depth: int = Field(default=3, ge=2, le=64)  # D: tokens of a sample that are compared
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_k: int = Field(default=20, ge=0, le=2**31 - 1)  # so that most tokens have probability zero
@@ -82,7 +82,10 @@ class Sampler:
         shortest_block: int,
         progress: Progress,
     ) -> None:
-        """`stub` is the service's, `info` what it says of itself, `prompt` token ids."""
+        """`stub` is the service's, `info` what it says of itself, `prompt` token ids.
+
+        `shortest_block` is the smallest K at which the deployment's rule does all that it does.
+        """
         self._stub = stub
         self._settings = settings
         self._progress = progress
@@ -91,7 +94,7 @@ class Sampler:
         self._num_at_once = -(-info.max_running_sessions // self._num_choices) + 1  # so that some wait
         self._request = GenerateRequest(
             token_ids=TokenIds(ids=prompt),
-            max_tokens=settings.depth + 1,
+            max_tokens=settings.depth + shortest_block,
             temperature=settings.temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
