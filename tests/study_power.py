@@ -26,7 +26,7 @@ from cluster.law_report import LEVEL, LawReport, Verdict
 from cluster.law_samples import CheckSettings
 from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment
 
-NUM_RUNS = 2
+NUM_RUNS = 4
 CAUTION = float(stats.norm.isf(0.01))
 
 
