@@ -1,7 +1,7 @@
-"""The three processes of a deployment as Ray actors: a drafter, a target, a coordinator.
+"""The processes of a deployment as Ray actors: drafters, targets, a coordinator.
 
 Knows how such a process lives: its loop, its signals, its threads. Does not know where it is placed
-(`cluster.local_ray`), nor what it serves. Ray is not needed here: `ray.remote` wraps these classes elsewhere.
+(`cluster.placement`), nor what it serves. Ray is not needed here: `ray.remote` wraps these classes elsewhere.
 
 The actors are plain ones, and the asyncio loop runs in a thread of its own: an async actor's constructor runs
 off the main thread, where no signal handler can be set. Whatever is heavy is imported in `start`, so that the

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from cluster.deployment_state import FOLDER_PREFIX
 from cluster.interrupts import Interrupts, interrupts
 from cluster.local_ray import KEEP, STOP
 from cluster.plan import Deployed, Plan
@@ -27,7 +28,6 @@ from cluster.processes import end_session
 STOP_SECONDS = 15.0
 KEEP_SECONDS = 5.0
 END_SECONDS = 5.0  # for the child to end everything; then that is done for it
-FOLDER_PREFIX = "outrider-"
 _MAX_FOLDER_LENGTH = 40  # the path of a Unix socket has 107 bytes at most, and Ray adds 65 to this folder's
 
 Progress = Callable[[str], None]
@@ -167,7 +167,7 @@ class _Child:
             survivors = end_session(self._process.pid)
             self._process.stdout.close()
             if survivors:
-                raise DeploymentFailed(f"Processes {survivors} of the private Ray cannot be ended.")
+                raise DeploymentFailed(f"Processes {survivors} of the deployment cannot be ended.")
             self._process.wait()
             self._process = None
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -192,15 +192,18 @@ class _Child:
             yield from lines
 
     def _last_words(self) -> str:
-        words = (self.folder / "log").read_text(errors="replace").strip().splitlines()
-        return words[-1] if words else "it left no message."
+        with contextlib.suppress(FileNotFoundError):  # a keeper that was told to end removes its folder
+            words = (self.folder / "log").read_text(errors="replace").strip().splitlines()
+            if words:
+                return words[-1]
+        return "it left no message."
 
 
 def _folder() -> Path:
     """A new name where Ray keeps its sockets and logs; short, since a socket's path must be."""
     name = f"{FOLDER_PREFIX}{secrets.token_hex(4)}"
-    folder = Path(tempfile.gettempdir(), name)
-    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp", name)
+    folder = Path(tempfile.gettempdir()).resolve() / name  # as the system names a process's current folder
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp").resolve() / name
 
 
 def _environment() -> dict[str, str]:

@@ -106,7 +106,7 @@ def up_command(
         )
         return start_deployment(wish, name, startup_seconds=startup_timeout)
 
-    _exit_with(run, "Interrupted; nothing was left running.")
+    _exit_with(run, "Interrupted; `outrider ps` shows whether it was up already.")
 
 
 def ps_command(

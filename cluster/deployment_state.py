@@ -7,10 +7,11 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import platformdirs
 from pydantic import Field, ValidationError
@@ -19,6 +20,7 @@ from cluster.processes import session_members, started_at, works_in
 from protos.settings import Settings
 
 DEFAULT_NAME = "default"
+FOLDER_PREFIX = "outrider-"  # of a deployment's own folder
 _CLOCK_SECONDS = 2.0  # the system tells when a process began in ticks since a start that it knows to a second
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
@@ -69,7 +71,7 @@ class DeploymentState(Settings):
         )
 
     def processes(self) -> list[int]:
-        """Ids of its living processes, the keeper's included.
+        """Ids of its processes, the keeper's included, and dead ones until they are collected.
 
         The kernel gives a session's number to no other while the session has members, so one member that is
         known for ours vouches for all. Process ids themselves are used again, after a restart of the machine
@@ -139,8 +141,19 @@ def write_state(state: DeploymentState) -> None:
 
 
 def remove_state(name: str) -> None:
-    """Forget the deployment."""
-    _file(name).unlink(missing_ok=True)
+    """Remove the deployment's file."""
+    file = _file(name)
+    try:
+        file.unlink(missing_ok=True)
+    except OSError as error:
+        raise DeploymentStateError(f"The file {file} cannot be removed ({error.strerror}).") from error
+
+
+def forget(state: DeploymentState) -> None:
+    """Remove a deployment's folder and file, once its processes have ended."""
+    if state.folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(state.folder, ignore_errors=True)
+    remove_state(state.name)
 
 
 @contextlib.contextmanager
@@ -151,22 +164,33 @@ def locked(name: str) -> Iterator[None]:
     it.
     """
     path = _made_folder() / f"{name}.lock"
+    with _own_lock(name, path):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _own_lock(name: str, path: Path) -> IO[str]:
+    """The lock's file, open and locked, and still in its place: whoever had it before removes it."""
     while True:
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DeploymentStateError(
-                    f"Another command is just starting or ending the deployment {name!r}: wait for it to end."
-                ) from None
+        try:
+            file = path.open("w")
+        except OSError as error:
+            raise DeploymentStateError(
+                f"{path}, which keeps two commands apart, cannot be written ({error.strerror})."
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    try:
-                        yield
-                    finally:
-                        path.unlink(missing_ok=True)
-                    return
-        # Whoever had the lock has just removed this file; the next one is for everybody.
+                    return file
+        except BlockingIOError:
+            file.close()
+            raise DeploymentStateError(
+                f"Another command is just starting or ending the deployment {name!r}: wait for it to end."
+            ) from None
+        file.close()
 
 
 def _file(name: str) -> Path:

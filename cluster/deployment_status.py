@@ -19,6 +19,7 @@ from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Tot
 
 Memory = dict[int, int]  # bytes of each living process of the deployment
 ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
+_RAY_PROCESSES = ("gcs_server", "raylet")  # without either Ray ends its actors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class DeploymentReport:
 def examine(state: DeploymentState) -> DeploymentReport:
     """Look at the deployment. Takes ANSWER_SECONDS at most, and milliseconds when all is well."""
     memory = {pid: _memory(pid) for pid in state.processes()}
-    answer = _ask(state)
+    answer = _ask(state) if memory else "does not run"  # the token is not for whoever has the port by now
     status = answer if isinstance(answer, DeploymentStatus) else None
     actors = (_coordinator(state, memory, answer), *_workers(state, memory, status))
     return DeploymentReport(
@@ -145,6 +146,12 @@ def _problems(state: DeploymentState, memory: Memory, actors: Iterable[ActorStat
         return
     if problem := _process_problem(state.keeper_pid, memory):
         yield f"The keeper (pid {state.keeper_pid}): {problem}. All else goes on; {down} ends it as well."
+    names = {_name(pid) for pid in memory}
+    if lost := [name for name in _RAY_PROCESSES if name not in names]:
+        yield (
+            f"Ray has lost {' and '.join(lost)}, so its actors will end. To start anew: {down}, then"
+            " `outrider up`."
+        )
     sick = [f"{actor.name}: {actor.problem}" for actor in actors if actor.problem]
     if sick:
         yield f"{'; '.join(sick)}. To start anew: {down}, then `outrider up`."
@@ -161,6 +168,15 @@ def _process_problem(pid: int, members: Container[int]) -> str:
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return f"its process is stopped (`kill -CONT {pid}` lets it go on)"
     return ""
+
+
+def _name(pid: int) -> str:
+    """The program's; '' for a dead process."""
+    try:
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
+    except psutil.Error:
+        return ""
 
 
 def _memory(pid: int) -> int:

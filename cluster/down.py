@@ -16,13 +16,13 @@ from cluster.deployment_state import (
     DeploymentState,
     DeploymentStateError,
     check_name,
+    forget,
     locked,
     read_file,
 )
-from cluster.outcome import DONE, FAILED, REFUSED, say_error
-from cluster.private_run import Refused
+from cluster.local_ray import DRAINING_FILE
+from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error
 from cluster.processes import end_session
-from cluster.up import forget
 
 _LOOKING_SECONDS = 0.1
 
@@ -32,8 +32,7 @@ def end_deployment(name: str, *, grace_seconds: float) -> int:
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         check_name(name)
-        if not grace_seconds >= 0:
-            raise Refused(f"--grace is {grace_seconds}; it must not lie below 0")
+        require_seconds("--grace", grace_seconds, lowest=0.0)
         with locked(name):
             state = read_file(name)
             sentence = f"No deployment {name!r} is up." if state is None else _end(state, grace_seconds)
@@ -62,7 +61,10 @@ def _end(state: DeploymentState, grace_seconds: float) -> str:
         if survivors:
             raise StillRunning(f"Processes {survivors} of the deployment {state.name!r} cannot be ended.")
     forget(state)
-    how = "after what was at hand had finished" if has_drained else "at once"
+    if has_drained:
+        how = "after what was at hand had finished"
+    else:
+        how = f"whatever was at hand after {grace_seconds:g} s" if grace_seconds else "at once"
     return (
         f"Ended the deployment {state.name!r} at {state.address}: {num_processes} processes,"
         f" {how}, in {time.monotonic() - begun:.1f} s."
@@ -73,8 +75,9 @@ def _drain(state: DeploymentState, grace_seconds: float) -> bool:
     """Have the keeper drain and end everything; whether it has within the grace."""
     if not state.has_keeper:
         return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(state.keeper_pid, signal.SIGTERM)
+    if not (state.folder / DRAINING_FILE).exists():  # to one that drains, a second signal means: no longer
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state.keeper_pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while state.has_keeper:
         if time.monotonic() > deadline:

@@ -24,8 +24,8 @@ from cluster.deployment_state import (
 )
 from cluster.generation import Generation, GenerationFailed, generate
 from cluster.memory import DoesNotFit
-from cluster.outcome import DONE, FAILED, REFUSED, say_error
-from cluster.private_run import Models, Refused, Wish, check_options, full_request, load_text, prepare
+from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
+from cluster.private_run import Models, Wish, check_options, full_request, load_text, prepare
 from cluster.progress import Steps
 from cluster.terminal import figures, legend, printable, styled
 from protos.inference_pb2 import GenerateRequest, Token
@@ -74,15 +74,14 @@ def generate_text(wish: Wish, place: Place, *, as_json: bool) -> int:
     try:
         wish = replace(wish, prompt=_read_prompt(wish.prompt))
         check_options(wish)
-        if not place.startup_seconds > 0:
-            raise Refused(f"startup_timeout is {place.startup_seconds}; it must lie above 0")
+        require_seconds("startup_timeout", place.startup_seconds)
         state, screen_out = place.find(), None if as_json else out
         if state is None:
             generation = _run_privately(wish, place, screen_out, err)
         else:
             generation = _run_on(state, wish, screen_out, err)
     except Refused as error:
-        return say_error(err, _with_options(str(error)), REFUSED)
+        return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except GenerationFailed as error:
         return say_error(err, str(error), REFUSED if error.refused else FAILED)
     except BrokenPipeError:  # whoever read the text has had enough
@@ -187,9 +186,3 @@ _OPTIONS = {"num_draft_tokens": "--draft-tokens", "startup_timeout": "--startup-
     name: "--" + name.replace("_", "-")
     for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "deployment")
 }
-
-
-def _with_options(sentence: str) -> str:
-    """The sentence with the option that was typed in place of the field that it became."""
-    field, _, rest = sentence.partition(" ")
-    return f"{_OPTIONS.get(field, field)} {rest}"

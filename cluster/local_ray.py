@@ -8,6 +8,7 @@ owner (`cluster.deployment`) ends. So the owner needs no Ray, Ctrl-C does not re
 owner's SIGKILL leaves anything behind. A deployment that is kept ends with a SIGTERM to this process.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,6 +25,7 @@ from cluster.plan import Plan
 from cluster.processes import end_session
 
 STOP, KEEP = "stop", "keep"
+DRAINING_FILE = "draining"  # in the deployment's folder, from the first SIGTERM on
 DRAIN_SECONDS = 5.0  # of a private deployment, whose one request is over
 KEPT_DRAIN_SECONDS = 600.0  # whoever sends SIGTERM decides how long to wait, and sends another one
 _COLLECTING_SECONDS = 1.0
@@ -37,7 +39,9 @@ class _Owner:
         self._reports = reports
 
     def say(self, **report: Any) -> None:
-        print(json.dumps(report), file=self._reports, flush=True)
+        """Report, if anybody listens: the end of the owner shows in `next_command`."""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(report), file=self._reports, flush=True)
 
     def next_command(self) -> str:
         """'' once the owner is gone."""
@@ -63,26 +67,26 @@ class _Keeper:
             if command == STOP:
                 self._placement.drain(DRAIN_SECONDS)
         finally:
-            self.end(remove_folder=command != STOP)  # the owner that says stop does that, and reads the log
+            self._end()
 
     def on_sigterm(self, _signal: int, _frame: object) -> None:
         """Drain and end at the first one, end at the second."""
         if self._was_told:
-            self.end()
+            self._end()
         self._was_told = True
+        (self._folder / DRAINING_FILE).touch()
         threading.Thread(target=self._drain_and_end, daemon=True).start()
 
     def _drain_and_end(self) -> None:
         try:
             self._placement.drain(KEPT_DRAIN_SECONDS)
         finally:
-            self.end()
+            self._end()
 
-    def end(self, *, remove_folder: bool = True) -> None:
-        """End every process of the session, this one last."""
+    def _end(self) -> None:
+        """End every process of the session, this one last, and remove the folder."""
         end_session(os.getsid(0), spare=os.getpid())
-        if remove_folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
 
@@ -96,12 +100,10 @@ def main() -> None:
     keeper = _Keeper(owner, placement, Path.cwd())
     threading.Thread(target=keeper.obey, daemon=True).start()
     try:
-        owner.say(stage="Starting a private Ray")
+        owner.say(stage="Starting Ray")
         placement.start_ray(Path.cwd(), num_processes=len(plan.workers()) + 1)
         signal.signal(signal.SIGTERM, keeper.on_sigterm)  # not before: Ray sets one that leaves its actors
         owner.say(ready=placement.place(plan, lambda stage: owner.say(stage=stage)).model_dump())
-    except BrokenPipeError:
-        pass  # the owner is gone; `obey` ends the process
     except Exception as error:
         owner.say(failed=in_words(error))  # and `obey` ends the process when the owner has read this
     while True:

@@ -82,7 +82,7 @@ class Placement:
         workers = {name: (role, settings) for name, role, settings in plan.workers()}
         pending = {}
         for name, (role, settings) in workers.items():
-            pending[create(name, kinds[role]).start.remote(settings, _worker_config(plan))] = name
+            pending[create(name, kinds[role]).start.remote(settings, _worker_config(plan, role))] = name
         create(COORDINATOR, CoordinatorActor)
         addresses: dict[str, str] = {}
         while pending:
@@ -145,10 +145,11 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _worker_config(plan: Plan) -> Any:
+def _worker_config(plan: Plan, role: str) -> Any:
     from workers.server import WorkerConfig
 
-    return WorkerConfig(control_token=SecretStr(plan.control_token))
+    # A drafter has nothing to show.
+    return WorkerConfig(control_token=SecretStr(plan.control_token) if role == "target" else None)
 
 
 def _coordinator_config(plan: Plan, *, targets: tuple[str, ...], drafts: tuple[str, ...]) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.actors import WorkerSettings
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
+from cluster.outcome import Refused
 from cluster.plan import Plan
 from coordinator.requests import Limits, read_request
 from coordinator.text import Text
@@ -31,10 +32,6 @@ _INTEGERS = {  # looked at here, since a message holds no others
 }
 
 Say = Callable[[str], None]
-
-
-class Refused(ValueError):
-    """The sentence names what was refused: the field, its value and the limit, or the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def started_at(pid: int) -> float | None:
 def works_in(folder: Path, pid: int) -> bool:
     """Whether the process has its current directory in the folder."""
     try:
-        return Path(psutil.Process(pid).cwd()).is_relative_to(folder)
+        return Path(psutil.Process(pid).cwd()).is_relative_to(folder.resolve())
     except psutil.Error:
         return False
 

@@ -18,17 +18,21 @@ def show_deployments(*, in_json: bool) -> int:
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     if not out.is_terminal:
         out = Console(highlight=False, width=_PIPED_WIDTH)
-    try:
-        states = [state for name in deployment_names() if (state := read_file(name)) is not None]
-    except DeploymentStateError as error:
-        return say_error(err, str(error), FAILED)
+    states, damages = [], []
+    for name in deployment_names():
+        try:
+            states.append(read_file(name))
+        except DeploymentStateError as error:
+            damages.append(str(error))
     with ThreadPoolExecutor() as pool:  # one that hangs holds up no other
-        reports = list(pool.map(examine, states))
+        reports = list(pool.map(examine, [state for state in states if state is not None]))
     if in_json:
-        print(json.dumps({"deployments": [as_json(report) for report in reports]}))
-    elif not reports:
+        print(json.dumps({"deployments": [as_json(report) for report in reports], "damages": damages}))
+    elif not reports and not damages:
         out.print("No deployment is up; `outrider up` starts one.")
     else:
         for report in reports:
             out.print(view(report))
-    return FAILED if any(report.problems for report in reports) else DONE
+    for damage in damages:
+        say_error(err, damage, FAILED)
+    return FAILED if damages or any(report.problems for report in reports) else DONE

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.terminal import plural
+from protos.control_pb2 import Totals
 
 GB = 1e9
 _COUNTS = (
@@ -84,7 +85,17 @@ def _counts(report: DeploymentReport) -> str:
             f"acceptance {report.acceptance_rate:.1%}, mean acceptance length"
             f" {report.mean_acceptance_length:.2f}"
         )
-    return "; ".join(parts)
+    return "; ".join([*parts, *_faults(totals)])
+
+
+def _faults(totals: Totals) -> list[str]:
+    """What should not occur and did."""
+    counts = {
+        "rounds without the drafter, which failed": totals.num_fallbacks,
+        "unusable rows of q": totals.num_unusable_rows,
+        "drafts that are not their rows'": totals.num_redraw_mismatches,
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
 
 
 def as_json(report: DeploymentReport) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Literal
 from cluster.actors import WorkerSettings
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import Estimate, estimate, model_memory
+from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import DEFAULT_NUM_DRAFT_TOKENS, NO_DRAFT, Refused
+from cluster.private_run import DEFAULT_NUM_DRAFT_TOKENS, NO_DRAFT
 from protos.limits import MAX_DRAFT_TOKENS
 from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
 

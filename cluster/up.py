@@ -4,29 +4,28 @@ Knows the order of these steps. Each of them stands in a module of its own.
 """
 
 import errno
-import shutil
 import socket
 import time
 from pathlib import Path
 
 from rich.console import Console
 
-from cluster.deployment import FOLDER_PREFIX, DeploymentFailed, staying_deployment
+from cluster.deployment import DeploymentFailed, staying_deployment
 from cluster.deployment_state import (
     DEFAULT_NAME,
     BadName,
     DeploymentState,
     DeploymentStateError,
     check_name,
+    forget,
     locked,
     read_file,
     remove_state,
     write_state,
 )
 from cluster.memory import DoesNotFit
-from cluster.outcome import DONE, FAILED, REFUSED, say_error
+from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
 from cluster.plan import Deployed
-from cluster.private_run import Refused
 from cluster.processes import started_at
 from cluster.progress import Steps
 from cluster.staying_plan import StayingPlan, StayingWish, check_wish, prepare_staying
@@ -45,8 +44,7 @@ def start_deployment(wish: StayingWish, name: str, *, startup_seconds: float) ->
     try:
         check_name(name)
         check_wish(wish)
-        if not startup_seconds > 0:
-            raise Refused(f"startup_timeout is {startup_seconds}; it must lie above 0")
+        require_seconds("startup_timeout", startup_seconds)
         with locked(name):
             _require_none(name)
             require_free(wish.port)
@@ -55,7 +53,7 @@ def start_deployment(wish: StayingWish, name: str, *, startup_seconds: float) ->
                 steps.note(plan.memory)
                 state = _deploy(wish, plan, name, steps, startup_seconds)
     except (Refused, BadName) as error:
-        return say_error(err, _with_options(str(error)), REFUSED)
+        return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except (PortTaken, ModelRefused, DoesNotFit, DeploymentFailed, DeploymentStateError, OSError) as error:
         return say_error(err, str(error), FAILED)
     out.print(_summary(state, plan), markup=False, soft_wrap=True)
@@ -73,13 +71,6 @@ def _require_none(name: str) -> None:
             f" `outrider down{_argument(name)}`, or give another --name and --port."
         )
     forget(state)
-
-
-def forget(state: DeploymentState) -> None:
-    """Remove a deployment's folder and file, once its processes have ended."""
-    if state.folder.name.startswith(FOLDER_PREFIX):
-        shutil.rmtree(state.folder, ignore_errors=True)
-    remove_state(state.name)
 
 
 def require_free(port: int) -> None:
@@ -120,14 +111,14 @@ def _deploy(
 
     try:
         staying_deployment(plan.plan, steps.say, record, startup_seconds=startup_seconds)
-    except BaseException:
+    except DeploymentFailed:  # nothing else is raised once the file is written, unless the deployment stays
         remove_state(name)
         raise
     return states[0]
 
 
 def _summary(state: DeploymentState, plan: StayingPlan) -> str:
-    settings, argument = plan.plan.target, "" if state.name == DEFAULT_NAME else f" --deployment {state.name}"
+    settings, option = plan.plan.target, _argument(state.name, " --deployment")
     models = f"target {state.target}" + (
         f" ({plan.plan.num_targets} workers)" if plan.plan.num_targets > 1 else ""
     )
@@ -138,16 +129,16 @@ def _summary(state: DeploymentState, plan: StayingPlan) -> str:
         [
             f"The deployment {state.name!r} serves at {state.address}: {models};"
             f" {settings.num_slots} sessions a target of up to {settings.max_length} positions each.",
-            f"Write with it: outrider generate 'Why is the sky blue?'{argument}",
-            f"Check its law: outrider check-law{argument}",
+            f"Write with it: outrider generate 'Why is the sky blue?'{option}",
+            f"Check its law: outrider check-law{option}",
             "See how it is: outrider ps",
             f"End it:        outrider down{_argument(state.name)}",
         ]
     )
 
 
-def _argument(name: str) -> str:
-    return "" if name == DEFAULT_NAME else f" {name}"
+def _argument(name: str, option: str = "") -> str:
+    return "" if name == DEFAULT_NAME else f"{option} {name}"
 
 
 _OPTIONS = {
@@ -161,9 +152,3 @@ _OPTIONS = {
     "port": "--port",
     "startup_timeout": "--startup-timeout",
 }
-
-
-def _with_options(sentence: str) -> str:
-    """The sentence with the option that was typed in place of the field that it became."""
-    field, _, rest = sentence.partition(" ")
-    return f"{_OPTIONS.get(field, field)} {rest}"

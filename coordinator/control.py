@@ -5,16 +5,15 @@ Knows workers and counts; changes nothing.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import grpc
 from grpc_status import rpc_status
 from pydantic import SecretStr
 
 from coordinator.service import InferenceService
-from coordinator.spreading import Spread
 from coordinator.worker_client import WorkerClient
 from protos.authorization import require
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, WorkerHealth
@@ -24,12 +23,21 @@ from protos.status import TaskError
 STATUS_SECONDS = 1.0  # for a worker to say how it is
 
 
+class Worker(Protocol):
+    """What sessions know of a worker."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with it, in words; empty when nothing is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The workers of one role with the sessions on them."""
+    """The workers of one role, in one order."""
 
     clients: Sequence[WorkerClient]
-    spread: Spread[Any]  # in the order of the clients
+    workers: Sequence[Worker]
+    num_sessions: Callable[[int], int]  # on the worker of this index
 
 
 class ControlService(ControlServicer):
@@ -53,9 +61,9 @@ class ControlService(ControlServicer):
         except TaskError as error:
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
         asked = [
-            _ask(client, fleet.spread.num_sessions(i))
+            _ask(client, worker.problem, fleet.num_sessions(i))
             for fleet in self._fleets
-            for i, client in enumerate(fleet.clients)
+            for i, (client, worker) in enumerate(zip(fleet.clients, fleet.workers, strict=True))
         ]
         return DeploymentStatus(
             workers=await asyncio.gather(*asked),
@@ -66,8 +74,8 @@ class ControlService(ControlServicer):
         )
 
 
-async def _ask(client: WorkerClient, num_sessions: int) -> WorkerHealth:
-    """What the worker says of itself, or what is wrong with it."""
+async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerHealth:
+    """What the worker says of itself, or what is wrong with it; `problem` is what its sessions know."""
     health = WorkerHealth(
         role=client.role, model=client.model_name, address=client.address, num_sessions=num_sessions
     )
@@ -78,7 +86,6 @@ async def _ask(client: WorkerClient, num_sessions: int) -> WorkerHealth:
         return health
     health.process_id = status.process_id
     health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
-    health.is_healthy = client.is_connected
-    if not client.is_connected:
-        health.problem = "answers, but its task stream is down"
+    health.problem = problem if client.is_connected else "answers, but its task stream is down"
+    health.is_healthy = not health.problem
     return health

@@ -38,7 +38,7 @@ class DraftSettings:
 
 
 class Drafter:
-    """The drafter of a deployment, seen from its sessions."""
+    """One drafter, seen from its sessions."""
 
     def __init__(self, client: WorkerClient, settings: DraftSettings) -> None:
         """Ask `client`, which has started, as `settings` say."""
@@ -49,12 +49,19 @@ class Drafter:
         self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
+        self._last_fault = ""
         self._num_failures = 0
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the drafter can be reached now."""
-        return self._client.is_connected
+    def is_ready(self) -> bool:
+        """Whether the drafter would be asked now."""
+        return self._client.is_connected and not self.problem
+
+    @property
+    def problem(self) -> str:
+        """Why the drafter is left alone at the moment, in words; empty when it is not."""
+        seconds = self._not_before - time.monotonic()
+        return f"left alone for {seconds:.0f} s more: {self._last_fault}" if seconds > 0 else ""
 
     async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
         """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
@@ -62,13 +69,15 @@ class Drafter:
             self._give_up(session)
         if num_draft_tokens == 0 or not self._is_ready(session):
             return Proposal()
+        asked_ns = time.monotonic_ns()
         try:
-            reply, round_trip_ns = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
+            reply = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
             proposal = reply.proposal
-            session.lap.count_draft(round_trip_ns, reply.times.total_ns)
             if not proposal.tokens:
                 raise TaskError.unavailable("the drafter drew nothing")
+            session.lap.count_draft(time.monotonic_ns() - asked_ns, reply.times.total_ns)
         except TaskError as error:
+            session.lap.count_draft(time.monotonic_ns() - asked_ns, 0)
             session.tally.num_fallbacks += 1
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:
                 logger.warning("session %s goes on without drafts: %s", session.id, error.message)
@@ -86,6 +95,7 @@ class Drafter:
         """
         logger.error("the drafter is at fault in session %s: %s", session.id, fault)
         self._not_before = time.monotonic() + FAULT_PAUSE_SECONDS
+        self._last_fault = fault
 
     def forget(self, session: Session) -> None:
         """The session is over."""
@@ -138,10 +148,8 @@ class Drafter:
         finally:
             self._prefills.pop(session.id, None)
 
-    async def _ask(
-        self, session: Session, num_draft_tokens: int, timeout_seconds: float
-    ) -> tuple[DraftResult, int]:
-        """The drafter's answer, checked, and the round trip in nanoseconds."""
+    async def _ask(self, session: Session, num_draft_tokens: int, timeout_seconds: float) -> DraftResult:
+        """The drafter's answer, checked."""
         client, seat = self._client, session.draft_seat
         epoch, length = client.info.epoch, len(session.tokens)
         vocab_size = self._settings.vocab_size
@@ -155,7 +163,6 @@ class Drafter:
             support=self._settings.support,
             vocab_size=vocab_size,
         )
-        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds + GRACE_SECONDS)
         except TaskError as error:
@@ -170,7 +177,7 @@ class Drafter:
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
             raise TaskError.data_loss(f"the drafter's tokens are {tokens}; asked for {num_draft_tokens}")
         seat.epoch, seat.length = epoch, length
-        return reply.draft, time.monotonic_ns() - asked_ns
+        return reply.draft
 
     def _failed(self, error: TaskError) -> None:
         """Wait longer after each failure in a row, so that a broken drafter costs little."""
@@ -179,4 +186,5 @@ class Drafter:
         self._num_failures += 1
         pause = min(0.1 * 2.0 ** min(self._num_failures, 10), FAULT_PAUSE_SECONDS)
         self._not_before = time.monotonic() + pause
+        self._last_fault = error.message
         logger.warning("the drafter failed, asked again in %.1f s: %s", pause, error.message)

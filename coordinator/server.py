@@ -47,7 +47,8 @@ class CoordinatorConfig(Binding):
 
     targets: tuple[str, ...] = Field(min_length=1)  # host:port each, of one model
     drafts: tuple[str, ...] = ()  # host:port each; none is plain decoding
-    control_token: SecretStr | None = None  # who shows it may ask how the deployment is; None: nobody may
+    # Who shows it may ask how the deployment is; None: nobody may.
+    control_token: SecretStr | None = Field(default=None, min_length=1)
     tokenizer_folder: Path | None = None  # None serves token ids only
     num_draft_tokens: int = Field(default=3, ge=0, le=MAX_DRAFT_TOKENS)  # K unless a request says otherwise
     max_num_draft_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
@@ -152,7 +153,9 @@ class CoordinatorServer:
                 max_running_sessions=max_running,
             ),
         )
-        fleets = [Fleet(targets, verifiers), *([Fleet(drafts, drafters)] if drafters is not None else [])]
+        fleets = [Fleet(targets, verifiers.workers, verifiers.num_sessions)]
+        if drafters is not None:
+            fleets.append(Fleet(drafts, drafters.workers, drafters.num_sessions))
         self._control = ControlService(config.control_token, self._service, fleets)
 
     async def _serve(self) -> str:

@@ -204,8 +204,8 @@ class InferenceService(InferenceServicer):
             running.events.put_nowait(GenerateReply(tokens=Tokens(choice=choice, tokens=tokens)))
 
         try:
-            async with self._admission.turn():
-                with self._verifiers.place() as verifier, self._place_drafter() as drafter:
+            async with self._admission.turn(), self._verifiers.place_in_slot() as verifier:
+                with self._place_drafter(session) as drafter:
                     await decode(session, drafter, verifier, emit)
             assert session.finish_reason is not None, "decode returns when the session is finished"
             rest = text.flush() if text is not None else ""
@@ -221,8 +221,10 @@ class InferenceService(InferenceServicer):
             )
             running.events.put_nowait(fault)
 
-    def _place_drafter(self) -> contextlib.AbstractContextManager[Drafter | None]:
-        return contextlib.nullcontext() if self._drafters is None else self._drafters.place()
+    def _place_drafter(self, session: Session) -> contextlib.AbstractContextManager[Drafter | None]:
+        if self._drafters is None or not session.wants_drafts:
+            return contextlib.nullcontext()
+        return self._drafters.place()
 
     def _open_session(self, running: _Request, choice: int) -> Session:
         order = running.order

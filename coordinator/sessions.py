@@ -31,7 +31,7 @@ class Lap:
     begun_ns: int = 0
     draft_ns: int = 0  # at the drafter
     target_ns: int = 0  # at the target
-    wire_ns: int = 0  # round trips beyond what the workers took
+    wire_ns: int = 0  # beyond that, from asking to an answer: round trips, attempts that failed, pauses
 
     def count_draft(self, round_trip_ns: int, worker_ns: int) -> None:
         """An answer of the drafter's."""
@@ -88,6 +88,11 @@ class Session:
     target_seat: Seat = field(default_factory=Seat)
     draft_seat: Seat = field(default_factory=Seat)
     lap: Lap = field(default_factory=Lap)
+    wants_drafts: bool = field(init=False)  # as it began, whatever became of its drafter
+
+    def __post_init__(self) -> None:
+        """Fix what was asked for."""
+        self.wants_drafts = self.num_draft_tokens > 0
 
     @property
     def draft_key(self) -> bytes:
@@ -140,7 +145,7 @@ class Session:
 
     def _count_time(self, num_drafts: int) -> None:
         """Rounds of the kind asked for; the first of them, which takes in the prompt, is another kind."""
-        if self.round > 1 and (num_drafts > 0) == (self.num_draft_tokens > 0):
+        if self.round > 1 and (num_drafts > 0) == self.wants_drafts:
             tally, lap = self.tally, self.lap
             tally.num_timed_rounds += 1
             tally.draft_ns += lap.draft_ns

@@ -46,7 +46,7 @@ class UnreadableProposal(Exception):
 
 
 class Verifier:
-    """The target of a deployment, seen from its sessions."""
+    """One target, seen from its sessions."""
 
     def __init__(self, client: WorkerClient, settings: VerifySettings) -> None:
         """Ask `client`, which has started, as `settings` say."""
@@ -55,9 +55,14 @@ class Verifier:
         self._settings = settings
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the target can be reached now."""
+    def is_ready(self) -> bool:
+        """Whether the target can be asked now."""
         return self._client.is_connected
+
+    @property
+    def problem(self) -> str:
+        """What its sessions know against the target: nothing that its connection does not show."""
+        return ""
 
     async def verify(self, session: Session, proposal: Proposal) -> VerifyResult:
         """The verdict on a proposal, which may be empty.
@@ -74,12 +79,15 @@ class Verifier:
             choice=session.choice,
             rule=self._settings.rule,
         )
+        begun_ns = time.monotonic_ns()
         give_up: float | None = None
         pause = FIRST_PAUSE_SECONDS
         while True:
             asked = time.monotonic()
             try:
-                return await self._ask(session, task)
+                result = await self._ask(session, task)
+                session.lap.count_target(time.monotonic_ns() - begun_ns, result.times.total_ns)
+                return result
             except TaskError as error:
                 if error.worker_length is not None:
                     continue  # send the tokens from there, at once
@@ -107,7 +115,6 @@ class Verifier:
             self._settings.prefill_timeout_seconds if is_prefill else self._settings.timeout_seconds
         )
         task.state.CopyFrom(seat.state(session, info.epoch, timeout_seconds))
-        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds)
         except TaskError as error:
@@ -122,5 +129,4 @@ class Verifier:
         if result.num_accepted > len(task.proposal.tokens) // 4 or result.token >= info.vocab_size:
             raise TaskError.internal(f"the target's verdict cannot be: {result.num_accepted} accepted")
         seat.epoch, seat.length = info.epoch, length
-        session.lap.count_target(time.monotonic_ns() - asked_ns, result.times.total_ns)
         return result

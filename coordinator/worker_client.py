@@ -133,9 +133,13 @@ class WorkerClient:
     async def status(self, timeout_seconds: float) -> WorkerStatus:
         """What the worker says of itself. Raises TaskError when it does not."""
         try:
-            status: WorkerStatus = await self._get_status(GetStatusRequest(), timeout=timeout_seconds)
+            status: WorkerStatus | None = await self._get_status(GetStatusRequest(), timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TaskError.deadline(f"does not answer within {timeout_seconds:g} s") from None
             raise TaskError(error.code(), f"{error.code().name}: {error.details()}") from None
+        if status is None:  # so grpc.aio says that it does not parse
+            raise TaskError.data_loss("what it says of itself is damaged")
         return status
 
     def release(self, session: str) -> None:

@@ -13,7 +13,7 @@ class Binding(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)  # 0: any free one
-    insecure: bool = False  # serve whoever reaches the host, unencrypted and without authentication
+    insecure: bool = False  # serve whoever reaches the host, unencrypted and, but for control calls, unasked
 
     @property
     def is_loopback(self) -> bool:
@@ -32,6 +32,6 @@ class Binding(Settings):
         if not (self.is_loopback or self.insecure):
             raise ValueError(
                 f"host is {self.host!r}; it must be a loopback address unless insecure is set: there is no "
-                "encryption and no authentication"
+                "encryption, and whoever reaches the host is served"
             )
         return self

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from protos.status import TaskError
 from protos.worker_pb2 import Proposal, Sealed
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS: list[tuple[str, int]] = [

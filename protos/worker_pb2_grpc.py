@@ -247,7 +247,8 @@ class TargetServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """The exact rows of p behind given tokens, for proofs. Needs the control token; off where there is none.
+        """The exact rows of p behind given tokens, for proofs. Needs the control token; off where there is none. Calls
+        take turns in one slot, which they share with sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

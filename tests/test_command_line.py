@@ -122,7 +122,7 @@ def _generate(*arguments: str | Path, stdin: str | None = None) -> Result:
         ("--top-k", "99999999999", "0..2147483647"),
         ("--max-tokens", "0", "1..2147483647"),
         ("--draft-tokens", "65", "0..64"),
-        ("--startup-timeout", "0", "above 0"),
+        ("--startup-timeout", "0", "0.001..86400 s"),
         ("--seed", "-1", f"0..{2**64 - 1}"),
         ("--seed", str(2**64), f"0..{2**64 - 1}"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from pydantic import SecretStr
 
 from coordinator.server import CoordinatorConfig, CoordinatorServer, check_alike
 from protos import control_pb2_grpc, inference_pb2_grpc
@@ -16,6 +17,7 @@ from protos.status import TaskError
 from protos.worker_pb2 import WorkerInfo
 from tests.laws import random_table
 from tests.pipelines import Pipeline, generate, pipeline
+from workers.counts import CountRow
 from workers.server import ModelIdentity, WorkerConfig, WorkerServer
 from workers.table_model import TableModel
 
@@ -88,8 +90,10 @@ async def test_nobody_else_is_told(configured: str | None, shown: str | None) ->
 
 
 @contextlib.asynccontextmanager
-async def _many(num_targets: int, num_drafters: int) -> AsyncIterator[tuple[str, list[WorkerServer]]]:
-    """The coordinator's address, and its workers, targets first."""
+async def _many(
+    num_targets: int, num_drafters: int, **coordinator: float
+) -> AsyncIterator[tuple[str, list[WorkerServer]]]:
+    """The coordinator's address, and its workers, targets first; keyword arguments configure the first."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [
             *(
@@ -116,7 +120,10 @@ async def _many(num_targets: int, num_drafters: int) -> AsyncIterator[tuple[str,
             addresses.append(await worker.start())
             stack.push_async_callback(worker.stop, 0.1)
         config = CoordinatorConfig(
-            targets=tuple(addresses[:num_targets]), drafts=tuple(addresses[num_targets:])
+            targets=tuple(addresses[:num_targets]),
+            drafts=tuple(addresses[num_targets:]),
+            control_token=SecretStr(TOKEN),
+            **coordinator,  # type: ignore[arg-type]
         )
         server = CoordinatorServer(config)
         address = await server.start()
@@ -137,6 +144,48 @@ async def test_sessions_use_all_workers_and_stay_where_they_are() -> None:
         assert answer.ids() == alone.ids()
         assert answer.usage.num_fallbacks == 0
     assert [worker.num_slots_used for worker in workers] == [0, 0, 0, 0]
+
+
+async def test_when_a_target_is_lost_its_streams_end_and_the_others_take_turns_in_the_slots_left() -> None:
+    async with (
+        _many(2, 1, target_patience_seconds=0.2) as (address, workers),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        async def run(max_tokens: int) -> grpc.StatusCode:
+            try:
+                await generate(stub, [1], max_tokens=max_tokens, temperature=0.0)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+        running = [asyncio.create_task(run(600)) for _ in range(4)]
+        while [worker.num_slots_used for worker in workers[:2]] != [2, 2]:
+            await asyncio.sleep(0.001)
+        await workers[0].stop(0.0)
+        ends, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        assert {end.result() for end in ends} == {grpc.StatusCode.UNAVAILABLE}
+        later = [asyncio.create_task(run(30)) for _ in range(6)]  # with the other target's two, for 2 slots
+        outcomes = await asyncio.gather(*running, *later)
+        assert outcomes.count(grpc.StatusCode.UNAVAILABLE) == 2  # those that were on the lost one
+        assert outcomes.count(grpc.StatusCode.OK) == 8
+
+
+async def test_a_drafter_at_fault_is_said_to_be_and_gets_no_session() -> None:
+    async with _many(1, 2) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CountRow, "draw", lambda row, coin: int(row.ids[0]))  # at both ends
+            patch.setattr("workers.jobs.VerifyJob._num_mismatches", lambda job: 1)
+            await generate(stub, [1], max_tokens=10)
+        [_, *drafters] = (await _status(address)).workers
+        assert [d.is_healthy for d in drafters].count(False) == 1
+        [problem] = [d.problem for d in drafters if d.problem]
+        assert "not those of their rows" in problem
+        answer = await generate(stub, [1], max_tokens=20)
+        assert answer.usage.num_drafts > 0  # the other one's
+        assert answer.usage.num_fallbacks == 0
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_the_command_generates_and_leaves_nothing(pair: Pair) -> None:
     ("sign", "seconds_after", "number", "repeats"),
     [
         ("Memory:", 0.1, signal.SIGINT, 3),  # Python starts
-        ("Starting a private Ray", 0.0, signal.SIGTERM, 1),
-        ("Starting a private Ray", 2.0, signal.SIGINT, 3),  # the middle of ray.init
+        ("Starting Ray", 0.0, signal.SIGTERM, 1),
+        ("Starting Ray", 2.0, signal.SIGINT, 3),  # the middle of ray.init
         ("Loading", 1.0, signal.SIGINT, 1),
         ("Reading the prompt", 0.0, signal.SIGINT, 3),
     ],
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_nothing_at_any_moment(
 def test_a_killed_owner_leaves_nothing(pair: Pair) -> None:
     run = subprocess.Popen(pair.command(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
-    while "Starting a private Ray" not in run.stderr.readline():
+    while "Starting Ray" not in run.stderr.readline():
         assert run.poll() is None
     child = _child_of(run.pid)
     folder = Path(child.cwd())

@@ -1,5 +1,6 @@
 """The file of a deployment tells who is up: a stale file does not, nor does a process id used again."""
 
+import json
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from cluster.deployment_state import (
     write_state,
 )
 from cluster.processes import started_at
+from cluster.ps import show_deployments
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +121,30 @@ def test_one_command_at_a_time_starts_or_ends_a_deployment(state_folder: Path) -
     with locked("default"):
         pass
     assert list(state_folder.iterdir()) == []
+
+
+def test_what_fails_under_the_lock_is_raised(state_folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="ours"), locked("default"):
+        raise FileNotFoundError("ours")
+    assert list(state_folder.iterdir()) == []
+
+
+def test_a_folder_known_by_another_path_is_the_same(keeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(psutil.Process(keeper.pid).cwd())
+    state = _state(keeper.pid, link, started=1.0)  # so only its folder tells
+    assert state.has_keeper
+
+
+def test_one_damaged_file_hides_no_other_deployment(
+    state_folder: Path, keeper: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_state(_state(keeper.pid, tmp_path, name="sound"))
+    (state_folder / "damaged.json").write_text("{")
+    assert show_deployments(in_json=True) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert [deployment["name"] for deployment in shown["deployments"]] == ["sound"]
+    assert "damaged.json cannot be read" in shown["damages"][0]
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", "-x", "x" * 33, ".hidden"])

@@ -6,6 +6,7 @@ request gets alone, up to near ties of the two likeliest tokens.
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import pytest
 
 from protos import worker_pb2_grpc
 from protos.authorization import metadata
-from protos.inference_pb2 import GenerateRequest, TokenIds
+from protos.inference_pb2 import GenerateRequest, TokenIds, Usage
 from protos.wire import pack_tokens
 from protos.worker_pb2 import Sampling, ScoreReply, ScoreRequest
 from tests.pipelines import Pipeline, generate, pipeline
@@ -46,12 +47,12 @@ class Client:
             prompt=[rng.randrange(VOCAB_SIZE) for _ in range(length)],
             max_tokens=max_tokens,
             num_draft_tokens=rng.choice([0, 1, 3, 5]),
-            joins_seconds=rng.random() * 0.5,
+            joins_seconds=rng.random() * 0.2,
             leaves_after=rng.randint(0, max_tokens) if rng.random() < 0.3 else None,
         )
 
-    async def run(self, stub: Any) -> list[int]:
-        """The tokens that came before the client left, or all."""
+    async def run(self, stub: Any, usages: list[Usage]) -> list[int]:
+        """The tokens that came before the client left, or all, and then its usage."""
         await asyncio.sleep(self.joins_seconds)
         request = GenerateRequest(
             token_ids=TokenIds(ids=self.prompt),
@@ -64,6 +65,8 @@ class Client:
         tokens: list[int] = []
         async for reply in call:
             tokens += [token.id for token in reply.tokens.tokens]
+            if reply.HasField("usage"):
+                usages.append(reply.usage)
             if self.leaves_after is not None and len(tokens) >= self.leaves_after:
                 call.cancel()
                 break
@@ -85,8 +88,13 @@ async def test_each_of_many_streams_gets_what_it_gets_alone(
         tiny_llama(0, num_hidden_layers=1), num_slots=num_draft_slots, max_length=MAX_LENGTH
     )
     async with pipeline(target, draft, control_token="secret") as running:
-        together = await asyncio.gather(*(client.run(running.stub) for client in clients))
+        usages: list[Usage] = []
+        peak = asyncio.create_task(_peak(running))
+        together = await asyncio.gather(*(client.run(running.stub, usages) for client in clients))
+        peak.cancel()
         await _until_slots_are_free(running)
+        assert sum(usage.num_accepted_tokens for usage in usages) > 0
+        assert await peak >= min(num_target_slots, NUM_STREAMS // 2)  # streams overlapped
         num_ties = 0
         for client, tokens in zip(clients, together, strict=True):
             alone = await generate(
@@ -102,6 +110,16 @@ async def test_each_of_many_streams_gets_what_it_gets_alone(
             num_ties += await _is_cut_by_a_near_tie(running, client.prompt, tokens, alone.ids())
         await _until_slots_are_free(running)
     assert num_ties <= NUM_STREAMS // 8, f"{num_ties} near ties are more than chance"
+
+
+async def _peak(running: Pipeline) -> int:
+    """Most slots that the target has had in use at once, when cancelled."""
+    most = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            most = max(most, running.target.num_slots_used)
+            await asyncio.sleep(0.001)
+    return most
 
 
 async def _until_slots_are_free(running: Pipeline) -> None:

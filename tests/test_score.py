@@ -125,11 +125,11 @@ async def test_it_is_off_where_there_is_no_token() -> None:
 @pytest.mark.parametrize(
     ("tokens", "num_rows", "sampling", "words"),
     [
-        ([], 1, {}, "tokens are 0 bytes"),
+        ([], 1, {}, f"tokens are 0 ids; it takes 1 to {MAX_LENGTH}"),
         ([1, 2], 0, {}, "num_rows is 0; it must lie in 1..2"),
         ([1, 2], 3, {}, "num_rows is 3; it must lie in 1..2"),
-        ([1, V], 1, {}, f"token id {V}"),
-        ([1] * (MAX_LENGTH + 1), 1, {}, f"takes 1 to {MAX_LENGTH}"),
+        ([1, V], 1, {}, f"tokens has token id {V}"),
+        ([1] * (MAX_LENGTH + 1), 1, {}, f"tokens are {MAX_LENGTH + 1} ids; it takes 1 to {MAX_LENGTH}"),
         ([1], 1, {"temperature": -1.0}, "sampling.temperature"),
     ],
 )

@@ -1,5 +1,9 @@
-"""Sessions go to the connected worker with the most free slots, and leave it however they end."""
+"""Sessions go to the ready worker with the most free slots, and leave it however they end.
 
+Guards against workers that are left being overrun when another one is lost.
+"""
+
+import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +14,7 @@ from coordinator.spreading import Spread
 @dataclass
 class Worker:
     num_slots: int
-    is_connected: bool = True
+    is_ready: bool = True
 
 
 def test_sessions_fill_workers_in_proportion_to_their_slots() -> None:
@@ -25,14 +29,43 @@ def test_sessions_fill_workers_in_proportion_to_their_slots() -> None:
     assert [spread.num_sessions(0), spread.num_sessions(1)] == [0, 0]
 
 
-def test_a_lost_worker_gets_no_new_session_while_another_can_be_reached() -> None:
-    lost, other = Worker(8, is_connected=False), Worker(1)
+def test_a_lost_worker_gets_no_new_session_while_another_is_ready() -> None:
+    lost, other = Worker(8, is_ready=False), Worker(1)
     spread = Spread([lost, other])
     with spread.place() as first, spread.place() as second:
         assert first is second is other
-    other.is_connected = False
+    other.is_ready = False
     with spread.place() as third:  # it waits for whichever comes back
         assert third is lost
+
+
+async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
+    spread = Spread([Worker(4, is_ready=False), Worker(2)])
+    order: list[int] = []
+
+    async def run(number: int, hold: asyncio.Event) -> None:
+        async with spread.place_in_slot() as worker:
+            order.append(number)
+            assert worker is spread.workers[1]
+            assert spread.num_sessions(1) <= 2
+            await hold.wait()
+
+    holds = [asyncio.Event() for _ in range(4)]
+    tasks = [asyncio.create_task(run(i, hold)) for i, hold in enumerate(holds)]
+    await asyncio.sleep(0.01)
+    assert order == [0, 1]
+    for i, hold in enumerate(holds):
+        hold.set()
+        await asyncio.sleep(0.01)
+        assert len(order) == min(4, 3 + i)
+    await asyncio.gather(*tasks)
+    assert spread.num_sessions(1) == 0
+
+
+async def test_nobody_waits_for_a_slot_where_no_worker_is_ready() -> None:
+    spread = Spread([Worker(1, is_ready=False)])
+    async with spread.place_in_slot(), spread.place_in_slot():  # the worker's silence ends them, not ours
+        assert spread.num_sessions(0) == 2
 
 
 def test_a_session_that_fails_leaves_its_worker() -> None:

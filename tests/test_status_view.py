@@ -73,6 +73,15 @@ def test_what_is_wrong_is_shown_with_what_to_do() -> None:
     assert "memory_bytes" not in shown["actors"][1]
 
 
+def test_faults_are_counted_where_there_are_any() -> None:
+    assert "mismatch" not in _shown(REPORT)
+    assert "drafts that are not" not in _shown(REPORT)
+    totals = Totals(num_requests=1, num_redraw_mismatches=3, num_fallbacks=2)
+    shown = _shown(replace(REPORT, totals=totals))
+    assert "3 drafts that are not their rows'" in shown
+    assert "2 rounds without the drafter" in shown
+
+
 def test_a_rate_of_nothing_and_a_silent_coordinators_counts_are_left_out() -> None:
     undrafted = replace(REPORT, totals=Totals(num_requests=1, num_completion_tokens=4))
     assert "acceptance" not in _shown(undrafted)

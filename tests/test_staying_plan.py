@@ -7,8 +7,8 @@ import pytest
 
 from cluster import staying_plan
 from cluster.memory import DoesNotFit
+from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import Refused
 from cluster.staying_plan import StayingWish, check_wish, prepare_staying
 from tests.tiny_models import MAX_LENGTH, save_tiny
 

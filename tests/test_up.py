@@ -218,7 +218,7 @@ def _start(*options: str) -> subprocess.Popen[str]:
     command = [*OUTRIDER, "up", "--port", str(_free_port()), *options]
     up = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert up.stderr is not None
-    while "Starting a private Ray" not in up.stderr.readline():
+    while "Starting Ray" not in up.stderr.readline():
         assert up.poll() is None
     return up
 

@@ -53,6 +53,15 @@ async def test_the_parts_of_a_round_are_where_its_time_went(num_draft_tokens: in
     assert parts.sum() <= times.total_ns / times.num_rounds / 1e9
 
 
+async def test_rounds_without_the_drafter_are_no_part_of_the_mean_round() -> None:
+    target = TableModel(random_table(V, 1), V, max_length=60)
+    draft = TableModel(random_table(V, 2), V, max_length=20)  # given up on the way
+    async with pipeline(target, draft) as served:
+        usage = (await generate(served.stub, [1], max_tokens=50, num_draft_tokens=2)).usage
+    assert 0 < usage.num_drafts < usage.num_rounds - 20
+    assert usage.times.num_rounds == usage.num_drafts
+
+
 def test_sums_over_requests_add_up() -> None:
     first = Tally(num_drafts=2, num_draft_tokens=4, num_accepted_per_pos=[2], sum_min_pq=0.5)
     second = Tally(num_drafts=1, num_draft_tokens=3, num_accepted_per_pos=[1, 1, 0], sum_min_pq=0.25)

@@ -162,7 +162,7 @@ class VerifyJob(Job):
         return TaskReply(verify=result)
 
     def _sum_min_pq(self, p: FloatArray, verdict: Verdict) -> float:
-        """Over the judged positions, up to the first rejection: the expected number of accepted ones."""
+        """Over the accepted positions and the one behind them: by the token rule, all that were judged."""
         judged = self._rows[: verdict.num_accepted + 1]
         return sum(float(np.minimum(p[i, row.ids], row.q).sum()) for i, row in enumerate(judged))
 

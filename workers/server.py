@@ -24,7 +24,7 @@ from protos.authorization import require
 from protos.binding import Binding
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
-from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType
+from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType, unpack_tokens
 from protos.worker_pb2 import (
     DraftTask,
     GetStatusRequest,
@@ -42,7 +42,7 @@ from protos.worker_pb2 import (
 from workers.jobs import DraftJob, Job, ScoreJob, ScoreTask, VerifyJob
 from workers.language_model import LanguageModel
 from workers.passes import PassLoop, Work
-from workers.slots import SlotTable
+from workers.slots import SlotTable, check_ids
 from workers.task_stream import TaskStream
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class WorkerConfig(Binding):
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
-    control_token: SecretStr | None = None  # who shows it may ask a target for p; None: nobody may
+    # Who shows it may ask a target for p; None: nobody may.
+    control_token: SecretStr | None = Field(default=None, min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class WorkerServer:
         self._model = model
         slots = SlotTable(model, epoch=self.epoch, lease_seconds=config.lease_seconds, clock=time.monotonic)
         self._slots = slots
+        self._scoring = asyncio.Lock()
 
         def open_job(work: Work) -> Job:
             match work.task:
@@ -171,17 +173,17 @@ class WorkerServer:
             reader.cancel()
 
     async def score(self, request: ScoreRequest, timeout_seconds: float) -> ScoreReply:
-        """The rows of p that are asked for. Raises TaskError."""
-        num_tokens, odd = divmod(len(request.tokens), 4)
-        if odd or not num_tokens:
-            raise TaskError.invalid(
-                "tokens", f"are {len(request.tokens)} bytes; it takes 1 id or more, of 4 bytes each"
-            )
+        """The rows of p that are asked for. Calls take turns, in one slot. Raises TaskError."""
+        tokens = unpack_tokens(request.tokens, "tokens")
+        if not 1 <= len(tokens) <= self._model.max_length:
+            limit = self._model.max_length
+            raise TaskError.invalid("tokens", f"are {len(tokens)} ids; it takes 1 to {limit}")
+        check_ids(tokens, "tokens", self._model.vocab_size)
         state = SessionState(
             session=f"score/{secrets.token_hex(8)}",
             epoch=self.epoch,
             round=1,
-            base_length=num_tokens,
+            base_length=len(tokens),
             start_hash=TokenPrefix().hash_at(0),
             tokens=request.tokens,
             timeout_ns=int(timeout_seconds * 1e9),
@@ -192,11 +194,12 @@ class WorkerServer:
             if not answer.done():  # the caller may have gone
                 answer.set_result(outcome)
 
-        self._passes.submit(Work(ScoreTask(state, request.num_rows, request.sampling), b"", reply))
-        try:
-            outcome = await answer
-        finally:
-            self._passes.release(state.session)
+        async with self._scoring:
+            self._passes.submit(Work(ScoreTask(state, request.num_rows, request.sampling), b"", reply))
+            try:
+                outcome = await answer
+            finally:
+                self._passes.release(state.session)
         if outcome.HasField("error"):
             raise TaskError.from_status(outcome.error)
         return outcome.score
