@@ -140,7 +140,7 @@ def generate(address: str, request: GenerateRequest, show: Show) -> Generation:
 
 
 def collect(replies: Iterable[GenerateReply], show: Show, clock: Callable[[], float]) -> Generation:
-    """Gather the replies of a request that is sent when their iteration begins."""
+    """Gather the replies of a request that has just been sent: its seconds count from here."""
     generation = Generation()
     begun = clock()
     for reply in replies:
