@@ -11,8 +11,9 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from cluster.outcome import FAILED, REFUSED
+from cluster.outcome import FAILED, REFUSED, Refused, require_seconds, say_error, with_option
 
 MAX_CONCURRENCY = 1024
 MAX_RETRIES = 100
@@ -31,12 +32,8 @@ class Order(StrEnum):
     FINISHED = "finished"
 
 
-class _Problem(Exception):
-    """A sentence for standard error, and an exit code."""
-
-    def __init__(self, sentence: str, code: int) -> None:
-        super().__init__(sentence)
-        self.code = code
+class _Failed(RuntimeError):
+    """The sentence says what keeps the command from being done."""
 
 
 def call_command(
@@ -72,7 +69,8 @@ def call_command(
     retries: Annotated[
         int,
         typer.Option(
-            help="Times that a request is sent again when the service is busy and says when to come."
+            help="Times that a request is sent again when the service is unavailable and says when to come."
+            " One that is full is asked again until the timeout."
         ),
     ] = 5,
     abort: Annotated[
@@ -95,26 +93,24 @@ def call_command(
     each line, or objects and arrays laid out as jq does; a pipe that stays
     open is answered as it comes.
 
-    Each request gets one line with its id (by default its line's number, or
-    its place in an array): text, finish_reason, seed, usage, seconds; a list
-    of choices where n is above 1; token_ids too if it came with token ids.
-    Or an error with code and message, and in partial what had arrived. One
-    that is refused costs the others nothing.
+    Each request gets one line with its id (by default its place among the
+    requests of the input, from 1): text, finish_reason, seed, usage, seconds;
+    a list of choices where n is above 1; token_ids too if it came with token
+    ids. Or an error with code and message, and in partial what had arrived.
+    One that is refused costs the others nothing.
     """
+    err = Console(stderr=True, highlight=False)
     try:
         if abort is not None:
             code = _abort(abort, requests, address, deployment)
         else:
-            from cluster.call_requests import MAX_TIMEOUT_SECONDS
-            from cluster.calling import InputRefused, Manner, call, open_input
+            from cluster.calling import Manner, call, open_input
 
             _check_range("--concurrency", concurrency, 1, MAX_CONCURRENCY)
             _check_range("--retries", retries, 0, MAX_RETRIES)
-            if not 0 < timeout <= MAX_TIMEOUT_SECONDS:
-                limits = f"it must lie above 0 and at most {MAX_TIMEOUT_SECONDS}"
-                raise _Problem(f"--timeout is {timeout:g}; {limits}", REFUSED)
+            require_seconds("--timeout", timeout)
             if stream and order is Order.KEPT:
-                raise _Problem("--order is kept, but --stream writes events as they happen", REFUSED)
+                raise Refused("--order is kept, but --stream writes events as they happen")
             manner = Manner(
                 concurrency=concurrency,
                 keep_order=not stream and order is not Order.FINISHED,
@@ -123,30 +119,27 @@ def call_command(
                 timeout_seconds=timeout,
                 max_retries=retries,
             )
-            try:
-                values = open_input(requests)
-            except InputRefused as refused:
-                raise _Problem(f"{refused}.", REFUSED) from None
+            values = open_input(requests)
             code = call(_find(address, deployment), values, manner)
-    except _Problem as problem:
-        typer.echo(f"Error: {problem}", err=True)
-        code = problem.code
+    except Refused as refused:
+        code = say_error(err, str(refused), REFUSED)
+    except _Failed as failed:
+        code = say_error(err, str(failed), FAILED)
     except KeyboardInterrupt:  # before anything was sent
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read the lines has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
         code = FAILED
     except OSError as error:  # the disk is full, the input cannot be read on
-        typer.echo(f"Error: input or output failed: {error.strerror}", err=True)
-        code = FAILED
+        code = say_error(err, f"input or output failed: {error.strerror}", FAILED)
     raise typer.Exit(code)
 
 
 def _abort(request_id: str, requests: str | None, address: str | None, deployment: str) -> int:
     if requests is not None:
-        raise _Problem("--abort ends a request and sends none; leave the requests out", REFUSED)
+        raise Refused("--abort ends a request and sends none; leave the requests out")
     if not request_id:
-        raise _Problem("--abort is empty; it must be a request_id", REFUSED)
+        raise Refused("--abort is empty; it must be a request_id")
 
     from cluster.calling import abort_request
     from protos.status import TaskError
@@ -154,34 +147,33 @@ def _abort(request_id: str, requests: str | None, address: str | None, deploymen
     try:
         return abort_request(_find(address, deployment), request_id)
     except TaskError as error:
-        raise _Problem(f"{error.code.name}: {error.message}", FAILED) from None
+        raise _Failed(f"{error.code.name}: {error.message}") from None
 
 
 def _check_range(option: str, value: int, lowest: int, highest: int) -> None:
     if not lowest <= value <= highest:
-        raise _Problem(f"{option} is {value}; it must lie in {lowest}..{highest}", REFUSED)
+        raise Refused(f"{option} is {value}; it must lie in {lowest}..{highest}")
 
 
 def _find(address: str | None, deployment: str) -> str:
     """The service's address: the one given, or the deployment's."""
     if address is not None:
         if not _ADDRESS.fullmatch(address):
-            raise _Problem(f"--address is {address!r}; it must be host:port", REFUSED)
+            raise Refused(f"--address is {address!r}; it must be host:port")
         return address
 
-    from cluster.deployment_state import DeploymentStateError, check_name, read_state
+    from cluster.deployment_state import BadName, DeploymentStateError, check_name, read_state
 
     try:
         check_name(deployment)
         state = read_state(deployment)
-    except ValueError as error:
-        raise _Problem(f"--deployment: {error}", REFUSED) from None
+    except BadName as error:
+        raise Refused(with_option(str(error), {"name": "--deployment"})) from None
     except DeploymentStateError as error:
-        raise _Problem(str(error), FAILED) from None
+        raise _Failed(str(error)) from None
     if state is None:
-        raise _Problem(
+        raise _Failed(
             f"No deployment {deployment!r} is up. Start one with `outrider up`, or name a service with"
-            " --address host:port.",
-            FAILED,
+            " --address host:port."
         )
     return state.address

@@ -97,7 +97,7 @@ def _error_line(
 def _texts_as_json(answer: Answer, with_tokens: bool) -> dict[str, Any]:
     """The one text's fields, or a list of them in the order of the choices."""
     texts = [_text_as_json(answer.call, choice, with_tokens) for choice in answer.choices]
-    return texts[0] if len(texts) == 1 else {"choices": texts}
+    return {"choices": texts} if answer.call.request.n > 1 else texts[0]
 
 
 def _text_as_json(call: Call, text: Generation, with_tokens: bool) -> dict[str, Any]:

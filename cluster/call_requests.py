@@ -4,15 +4,15 @@ Knows what a script may write: the fields of GenerateRequest by their names, and
 that only the service can judge (a limit of the model, say) are the service's to refuse.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.json_fields import FieldRefused, number_at, put, quoted, refuse_name, refuse_value
 from cluster.json_values import JsonValue, NotJson
+from cluster.outcome import MAX_SECONDS
 from protos.inference_pb2 import GenerateRequest
-
-MAX_TIMEOUT_SECONDS = 365 * 86400
 
 Scalar = str | int | float | bool
 
@@ -45,27 +45,28 @@ class Refusal:
 def read_calls(values: Iterable[JsonValue | NotJson]) -> Iterator[Call | Refusal]:
     """One for each object, and for each object of an array.
 
-    The id is the object's `id`, or else the number of its line, or its place in the array, from 1.
+    The id is the object's `id`, or else its place among all that this yields, from 1.
     """
+    places = itertools.count(1)
     for read in values:
         if isinstance(read, NotJson):
-            yield Refusal(read.line, read.problem)
+            yield Refusal(next(places), read.problem)
         elif isinstance(read.value, list):
-            for place, value in enumerate(read.value, 1):
-                yield read_call(value, place)
+            for value in read.value:
+                yield read_call(value, next(places))
         else:
-            yield read_call(read.value, read.line)
+            yield read_call(read.value, next(places))
 
 
-def read_call(value: object, number: int) -> Call | Refusal:
-    """`number` is the id of an object without one. Null fields are absent."""
+def read_call(value: object, place: int) -> Call | Refusal:
+    """`place` is the id of an object without one. Null fields are absent."""
     if not isinstance(value, dict):
-        return Refusal(number, f'a request is {quoted(value)}; it must be an object like {{"prompt": "Hi"}}')
+        return Refusal(place, f'a request is {quoted(value)}; it must be an object like {{"prompt": "Hi"}}')
     given: dict[str, Any] = {name: item for name, item in value.items() if item is not None}
-    call_id = given.pop("id", number)
+    call_id = given.pop("id", place)
     if isinstance(call_id, dict | list):
         problem = f"id is {quoted(call_id)}; it must be a string, a number, true or false"
-        return Refusal(number, problem, "id")
+        return Refusal(place, problem, "id")
     try:
         timeout_seconds = _timeout(given.pop("timeout_seconds", None))
         request = GenerateRequest()
@@ -106,7 +107,7 @@ def _timeout(value: object) -> float | None:
     if value is None:
         return None
     seconds = number_at("timeout_seconds", value)
-    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
-        limit = f"it must lie above 0 and at most {MAX_TIMEOUT_SECONDS}"
+    if not 0 < seconds <= MAX_SECONDS:
+        limit = f"it must lie above 0 and at most {MAX_SECONDS:g} s"
         raise FieldRefused("timeout_seconds", f"is {quoted(value)}; {limit}")
     return seconds

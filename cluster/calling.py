@@ -24,17 +24,13 @@ from cluster.call_lines import Outcome, error_as_json, event_as_json, outcome_of
 from cluster.call_requests import Call, Refusal, read_calls
 from cluster.calls import OPTIONS, Answer, Caller, abort
 from cluster.json_values import JsonValue, NotJson, read_values, values_of
-from cluster.outcome import DONE, FAILED, REFUSED
+from cluster.outcome import DONE, FAILED, REFUSED, Refused
 from protos.inference_pb2 import GenerateReply
 
 ABORT_SECONDS = 30.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Values = Iterator[JsonValue | NotJson]
-
-
-class InputRefused(ValueError):
-    """There is nothing to read where the command was told to; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +48,11 @@ class Manner:
 def open_input(given: str | None) -> Values:
     """The values of an argument: JSON itself, a file, or standard input for '-' and for none.
 
-    Raises InputRefused.
+    Raises Refused when there is nothing to read.
     """
     if given is None or given == "-":
         if given is None and sys.stdin is not None and sys.stdin.isatty():
-            raise InputRefused("input is missing; give JSON, a file, or a pipe on standard input")
+            raise Refused("input is missing; give JSON, a file, or a pipe on standard input")
         return _closing(_open(0, "standard input"))
     if given.lstrip().startswith(("{", "[")):
         return values_of(os.fsencode(given))
@@ -74,7 +70,7 @@ def _open(file: str | int, what: str) -> BinaryIO:
         return open(file, "rb", closefd=file != 0)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputRefused(f"{what} cannot be read: {reason}") from None
+        raise Refused(f"{what} cannot be read: {reason}") from None
 
 
 def call(address: str, values: Values, manner: Manner) -> int:

@@ -5,6 +5,8 @@ Knows the public messages and errors. Prints nothing, and leaves it to others ho
 
 import asyncio
 import contextlib
+import itertools
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,9 +29,9 @@ OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_reconnect_backoff_ms", 2000),  # else a service that comes back is found after two minutes
 ]
-MAX_PAUSE_SECONDS = 30.0  # between attempts
+MAX_SPREAD_SECONDS = 30.0  # of the pauses between attempts, beyond what the service asks for
+MIN_PAUSE_SECONDS = 0.01
 _CLOCKS_SECONDS = 0.1  # gRPC counts the deadline by another clock
-_RETRIED = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
 Show = Callable[[Call, GenerateReply], None]
 
@@ -39,19 +41,24 @@ class Answer:
     """What came of a call."""
 
     call: Call
-    choices: list[Generation] = field(init=False)
+    choices: list[Generation] = field(default_factory=lambda: [Generation()])  # all n from Started on
     error: TaskError | None = None
     seconds: float = 0.0  # from the first sending to the end, pauses and all
 
-    def __post_init__(self) -> None:
-        """Nothing has been said yet."""
-        self.choices = [Generation() for _ in range(max(1, self.call.request.n))]
-
     def take(self, reply: GenerateReply, seconds: float) -> None:
-        """Add what one reply says, so many seconds after the request was sent."""
+        """Add what one reply says, so many seconds after the request was sent.
+
+        Raises TaskError for a choice that the request has not.
+        """
         event = reply.WhichOneof("event")
+        if event == "started":  # not sooner: n may be any number until the service has agreed to it
+            self.choices = [Generation() for _ in range(max(1, self.call.request.n))]
         if event in ("tokens", "finished"):
-            self.choices[getattr(reply, event).choice].take(reply, seconds)
+            choice = getattr(reply, event).choice
+            if choice >= len(self.choices):
+                limit = f"it must lie in 0..{len(self.choices) - 1}"
+                raise TaskError.internal(f"choice of the service's reply is {choice}; {limit}")
+            self.choices[choice].take(reply, seconds)
         else:
             for choice in self.choices:
                 choice.take(reply, seconds)
@@ -83,7 +90,10 @@ class Caller:
         max_retries: int,
         show: Show = lambda call, reply: None,
     ) -> None:
-        """`timeout_seconds` is for calls that name none; `show` gets every reply as it arrives."""
+        """`timeout_seconds` is for calls that name none; `show` gets every reply as it arrives.
+
+        `max_retries` is for a service that is unavailable; a full one is waited for until the deadline.
+        """
         self._stub = InferenceStub(channel)
         self._timeout_seconds = timeout_seconds
         self._max_retries = max_retries
@@ -109,12 +119,18 @@ class Caller:
         return answer
 
     async def _try(self, answer: Answer, begun: float, deadline: float) -> None:
-        for num_retries in range(self._max_retries + 1):
-            answer.error = await self._send(answer, begun, deadline)
-            if answer.error is None or answer.has_output or num_retries == self._max_retries:
+        # A request_id that the caller gave is the same in every attempt. One that is sent while an earlier
+        # one still runs at the service is refused as running already: Abort must find one request of a name.
+        num_unavailable = 0
+        for num_retries in itertools.count():
+            answer.error = error = await self._send(answer, begun, deadline)
+            if error is None or answer.has_output:
                 return
-            pause = _pause(answer.error, num_retries)
-            if pause is None or time.monotonic() + pause >= deadline:
+            num_unavailable += error.code is grpc.StatusCode.UNAVAILABLE
+            if num_unavailable > self._max_retries:
+                return
+            pause = retry_pause(error, num_retries, deadline - time.monotonic())
+            if pause is None:
                 return
             await asyncio.sleep(pause)
 
@@ -127,8 +143,10 @@ class Caller:
                 self._show(answer.call, reply)
         except grpc.aio.AioRpcError as error:
             return _error_of(error)
+        except TaskError as error:
+            return error
         finally:
-            replies.cancel()  # where `show` failed; nothing is left to cancel otherwise
+            replies.cancel()  # where a reply could not be taken or shown; otherwise nothing is left to cancel
         return None if answer.is_complete else TaskError.internal("the stream ended before the request did")
 
 
@@ -159,12 +177,20 @@ def retry_seconds_of(error: TaskError) -> float | None:
     return None
 
 
-def _pause(error: TaskError, num_retries: int) -> float | None:
-    """Seconds before the next attempt: what the service asks for, doubled with each; None for no attempt."""
+def retry_pause(error: TaskError, num_retries: int, left_seconds: float) -> float | None:
+    """Seconds before the next attempt, of the `left_seconds` before the deadline; None for no attempt.
+
+    What the service asks for, and a random part on top, lest all that were refused together come together.
+    Its bound doubles with each attempt, but leaves the attempt half of the time that there is.
+    """
     asked = retry_seconds_of(error)
-    if error.code not in _RETRIED or asked is None or asked > MAX_PAUSE_SECONDS:
+    if error.code not in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE) or asked is None:
         return None
-    return min(asked * 2.0**num_retries, MAX_PAUSE_SECONDS)
+    asked = max(asked, MIN_PAUSE_SECONDS)
+    if asked >= left_seconds:
+        return None
+    spread = min(asked * 2.0 ** min(num_retries, 16), MAX_SPREAD_SECONDS, (left_seconds - asked) / 2)
+    return asked + random.uniform(0.0, spread)
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> TaskError:

@@ -14,15 +14,16 @@ from typing import Any, BinaryIO
 
 MAX_VALUE_BYTES = 64 << 20  # as much as a message to the service may have
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+# A string, which its line may have cut short, or a bracket. Possessive: no way back is kept in memory; and an
+# open string goes on to the end, or it would be searched once more from each quote in it.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([\[\]{}])')
 _CLOSES = {b"}": b"{", b"]": b"["}
 
 
 @dataclass(frozen=True, slots=True)
 class JsonValue:
-    """What json.loads makes of it; `line` is where it begins, counted from 1."""
+    """What json.loads makes of it."""
 
-    line: int
     value: Any
 
 
@@ -30,7 +31,6 @@ class JsonValue:
 class NotJson:
     """Something else; `problem` is a sentence that names the line."""
 
-    line: int
     problem: str
 
 
@@ -41,7 +41,7 @@ class _Refused(ValueError):
 def values_of(text: bytes) -> Iterator[JsonValue | NotJson]:
     """The one value that the text is, however it is laid out, or else what `read_values` makes of it."""
     try:
-        yield JsonValue(1, _loads(text))
+        yield JsonValue(_loads(text))
     except (ValueError, RecursionError):
         yield from read_values(io.BytesIO(text))
 
@@ -84,7 +84,10 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 def _follow(opened: list[bytes], line: bytes) -> None:
     """Keep the list of open brackets, up to the end of the line; it is empty when they do not match."""
-    for bracket in re.findall(rb"[\[\]{}]", _STRING.sub(b"", line)):
+    for match in _STRING_OR_BRACKET.finditer(line):
+        bracket = match[1]
+        if bracket is None:
+            continue
         if bracket in (b"{", b"["):
             opened.append(bracket)
         elif not opened or opened.pop() != _CLOSES[bracket]:
@@ -102,18 +105,18 @@ def _parse(begun: int, lines: list[bytes]) -> JsonValue | NotJson:
     where, are = (f"line {begun}", "is") if end == begun else (f"lines {begun} to {end}", "are")
     text = b"".join(lines).rstrip()
     if len(text) > MAX_VALUE_BYTES:
-        return NotJson(begun, f"{where} {are} longer than {MAX_VALUE_BYTES} bytes")
+        return NotJson(f"{where} {are} longer than {MAX_VALUE_BYTES} bytes")
     try:
-        return JsonValue(begun, _loads(text.removeprefix(b"\xef\xbb\xbf") if begun == 1 else text))
+        return JsonValue(_loads(text.removeprefix(b"\xef\xbb\xbf") if begun == 1 else text))
     except UnicodeDecodeError as error:
-        return NotJson(begun, f"{where} {are} not UTF-8 at byte {error.start + 1}")
+        return NotJson(f"{where} {are} not UTF-8 at byte {error.start + 1}")
     except json.JSONDecodeError as error:
         at = f"column {error.colno}" if end == begun else f"line {begun + error.lineno - 1}"
-        return NotJson(begun, f"{where} {are} not JSON: {error.msg} at {at}")
+        return NotJson(f"{where} {are} not JSON: {error.msg.removesuffix(' at')} at {at}")
     except RecursionError:
-        return NotJson(begun, f"{where} {are} nested too deeply")
+        return NotJson(f"{where} {are} nested too deeply")
     except ValueError as error:
-        return NotJson(begun, f"{where} {are} not JSON: {error}")
+        return NotJson(f"{where} {are} not JSON: {error}")
 
 
 def _loads(text: bytes) -> Any:
