@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
+
 if TYPE_CHECKING:
-    from cluster.deployment_state import DeploymentState
     from coordinator.text import Text as Tokenizer
 
-DONE, FAILED, REFUSED = 0, 1, 2
 INTERRUPTED = 130
 # A short prompt, as every sample reads it, with one likely next token, as the first one is not verified.
 PROMPT = "For example"
@@ -48,7 +48,7 @@ def check_law_command(
         typer.Option(help="Of the first request; repeats a check. A fresh one otherwise, and said."),
     ] = None,
     max_seconds: Annotated[
-        float, typer.Option(help="Seconds after which no further sample is begun.")
+        float, typer.Option(help="Seconds after which no further sample is begun, a day at most.")
     ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -76,7 +76,7 @@ def check_law_command(
         raise typer.Exit(INTERRUPTED) from None
 
 
-_OPTIONS = {"num_samples": "--samples", "depth": "--tokens"}
+_OPTIONS = {"num_samples": "--samples", "depth": "--tokens", "prompt": "--prompt", "name": "--deployment"}
 
 
 def _check(name: str, prompt: str, given: dict[str, Any], *, as_json: bool) -> int:
@@ -85,7 +85,7 @@ def _check(name: str, prompt: str, given: dict[str, Any], *, as_json: bool) -> i
     from rich.console import Console
 
     from cluster.check_law import Endpoints, check_law
-    from cluster.deployment_state import DeploymentStateError, read_state
+    from cluster.deployment_state import BadName, DeploymentStateError, check_name, read_state
     from cluster.law_report import Verdict
     from cluster.law_samples import CheckFailed, CheckSettings
     from cluster.law_table import law_as_json, law_tables
@@ -95,41 +95,40 @@ def _check(name: str, prompt: str, given: dict[str, Any], *, as_json: bool) -> i
 
     err = Console(stderr=True, highlight=False)
     try:
+        check_name(name)
+        require_seconds("--max-seconds", given["max_seconds"])
         settings = CheckSettings(**given)
-    except ValidationError as error:
-        return _say_error(_in_words(error.errors()[0]), REFUSED)
-    try:
         state = read_state(name)
         if state is None:
-            return _say_error(f"No deployment {name!r} is up; start one with outrider up.", FAILED)
+            return say_error(err, f"No deployment {name!r} is up; start one with outrider up.", FAILED)
         tokenizer = Tokenizer.load(state.target_folder)
         ids = tokenizer.encode(prompt)
         if not ids:
-            return _say_error("--prompt is empty; give some text", REFUSED)
+            raise Refused("prompt is empty; give some text")
         with Steps(err) as steps:
             steps.note(f"Checking {state.target} behind {prompt!r} with --seed {settings.seed}")
             endpoints = Endpoints(
                 service=state.address,
-                target=_target_address(state),
+                targets=tuple(each.address for each in state.workers if each.role == "target"),
                 control_token=state.control_token,
                 has_token_rule=state.rule == "token",
             )
             say = steps.say if err.is_terminal else _paced(steps.say)
             report = asyncio.run(check_law(endpoints, ids, settings, say))
+    except ValidationError as error:
+        return say_error(err, _in_words(error.errors()[0]), REFUSED)
+    except (Refused, BadName) as error:
+        return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except TextError as error:
-        return _say_error(str(error), REFUSED)
+        return say_error(err, str(error), REFUSED)
     except (CheckFailed, DeploymentStateError) as error:
-        return _say_error(str(error), FAILED)
+        return say_error(err, str(error), FAILED)
     names = _namer(tokenizer)
     if as_json:
         print(json.dumps({"prompt": prompt, "seed": settings.seed, **law_as_json(report, names)}))
     else:
         Console(highlight=False).print(law_tables(report, names))
     return DONE if report.verdict is Verdict.CONSISTENT else FAILED
-
-
-def _target_address(state: "DeploymentState") -> str:
-    return next(worker.address for worker in state.workers if worker.role == "target")
 
 
 def _namer(tokenizer: "Tokenizer") -> Callable[[Sequence[int]], str]:
@@ -163,12 +162,3 @@ def _in_words(error: Any) -> str:
     field = str(error["loc"][0])
     option = _OPTIONS.get(field, "--" + field.replace("_", "-"))
     return f"{option} is {error['input']}; {error['msg'].replace('Input should', 'it must')}"
-
-
-def _say_error(sentence: str, code: int) -> int:
-    from rich.console import Console
-    from rich.text import Text
-
-    error = Text("Error: ", "bold red") + Text(sentence, "not bold default")
-    Console(stderr=True, highlight=False).print(error, soft_wrap=True)
-    return code

@@ -7,6 +7,7 @@ falls under "any other", so each cell has an exact mass, a product of p, and the
 N samples, D tokens of a sequence, C cells.
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,15 @@ class Row:
         index = int(np.searchsorted(self.ids, token))
         found = index < self.ids.size and self.ids[index] == token
         return float(self.probabilities[index]) if found else 0.0
+
+
+def total_variation(first: Row, second: Row) -> float:
+    """Half the sum of the differences between two rows."""
+    ids = np.union1d(first.ids, second.ids)
+    difference = np.zeros(ids.size)
+    difference[np.searchsorted(ids, first.ids)] += first.probabilities
+    difference[np.searchsorted(ids, second.ids)] -= second.probabilities
+    return float(np.abs(difference).sum()) / 2
 
 
 class Kind(Enum):
@@ -65,7 +75,7 @@ class LawTree:
         self._end_token_ids = frozenset(end_token_ids)
         self._rows: dict[Tokens, Row] = {}
         self._masses: dict[Tokens, float] = {(): 1.0}
-        self._wanted: dict[Tokens, float] = {(): 1.0}
+        self._wanted: list[tuple[float, Tokens]] = [(-1.0, ())]  # a heap by falling mass
 
     @property
     def rows(self) -> Mapping[Tokens, Row]:
@@ -74,18 +84,24 @@ class LawTree:
 
     def next_prefix(self) -> Tokens | None:
         """The likeliest prefix that is worth a row and has none; None when there is none."""
-        return max(self._wanted, key=self._wanted.__getitem__, default=None)
+        return self._wanted[0][1] if self._wanted else None
 
     def add(self, prefix: Tokens, row: Row) -> None:
         """The row behind a prefix that `next_prefix` named."""
-        mass = self._wanted.pop(prefix)
+        _, likeliest = heapq.heappop(self._wanted)
+        assert prefix == likeliest
+        mass = self._masses[prefix]
         self._rows[prefix] = row
         for token, p in zip(row.ids.tolist(), row.probabilities.tolist(), strict=True):
             child = (*prefix, token)
             self._masses[child] = mass * p
             is_open = len(child) < self._depth and token not in self._end_token_ids
             if is_open and mass * p >= self._least_mass:
-                self._wanted[child] = mass * p
+                heapq.heappush(self._wanted, (-mass * p, child))
+
+    def is_whole(self, sample: Tokens) -> bool:
+        """Whether it has D tokens or more, or fewer of which the last is an end token."""
+        return len(sample) >= self._depth or not self._end_token_ids.isdisjoint(sample[-1:])
 
     def partition(self, least_mass: float) -> "Partition":
         """The cells, all of at least `least_mass` where the law has two such.

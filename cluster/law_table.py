@@ -35,11 +35,20 @@ def _findings(report: LawReport) -> Table:
     table = Table(
         "checked", "found", "", title="The law of the service's samples, against p", title_justify="left"
     )
+    drafts = f" of up to {len(report.num_accepted_per_pos)}" if report.num_draft_tokens else ""
     table.add_row(
         "samples",
         f"{report.num_samples:,} of {report.depth} tokens, {report.share_verified:.0%} of those behind"
-        " the first from rounds with drafts",
+        f" the first from rounds with drafts{drafts}",
     )
+    table.add_row("samples cut short", f"{report.num_cut}", _mark(not report.num_cut))
+    if report.num_targets > 1:
+        num_others = len(report.differing_targets)
+        table.add_row(
+            "targets",
+            f"{report.num_targets}, of which {num_others} give another row behind the prompt than the first",
+            _mark(not report.differing_targets),
+        )
     table.add_row(
         "rows of p",
         f"{report.num_rows}, for {report.num_checked:,} of the {report.num_tokens:,} sampled tokens",
@@ -83,14 +92,15 @@ def _cells(report: LawReport, name: NameTokens) -> Table:
         zip(report.partition.cells, report.counts, strict=True), key=lambda pair: -pair[0].mass
     )
     for cell, count in likeliest[:NUM_CELLS]:
-        table.add_row(Text(_cell(cell, name)), f"{cell.mass * report.num_samples:.1f}", f"{count}")
+        table.add_row(Text(_cell(cell, name)), f"{cell.mass * report.num_compared:.1f}", f"{count}")
     return table
 
 
 def _verdict(report: LawReport) -> Text:
     sentence, style = _WORDS[report.verdict]
     text = Text(sentence, style)
-    text.append("".join(f" {each}" for each in (*report.faults, *report.doubts)), "not bold default")
+    sentences = (*report.faults, *report.doubts, *report.limits)
+    text.append("".join(f" {each}" for each in sentences), "not bold default")
     if report.verdict is Verdict.CONSISTENT:
         text.append(
             f" A sound deployment fails this check about once in {round(1 / FALSE_ALARM):,} times.",
@@ -129,6 +139,7 @@ def law_as_json(report: LawReport, name: NameTokens) -> dict[str, Any]:
         "verdict": report.verdict.value,
         "faults": list(report.faults),
         "doubts": list(report.doubts),
+        "limits": list(report.limits),
         "num_samples": report.num_samples,
         "num_samples_wanted": report.num_wanted,
         "num_tokens_compared": report.depth,
@@ -147,17 +158,21 @@ def law_as_json(report: LawReport, name: NameTokens) -> dict[str, Any]:
         "num_draft_tokens": report.num_draft_tokens,
         "num_judged_tokens": report.num_judged,
         "num_accepted_tokens": report.num_accepted,
+        "num_accepted_tokens_per_pos": list(report.num_accepted_per_pos),
         "expected_accepted_tokens": report.expected_accepted,
         "acceptance_p_value": report.acceptance_p_value,
         "num_redraw_mismatches": report.num_mismatches,
         "num_unusable_rows": report.num_unusable,
+        "num_cut_samples": report.num_cut,
+        "num_targets": report.num_targets,
+        "differing_targets": list(report.differing_targets),
         "level": LEVEL,
         "cells": [
             {
                 "kind": cell.kind.value,
                 "tokens": list(cell.tokens),
                 "text": name(cell.tokens),
-                "expected": cell.mass * report.num_samples,
+                "expected": cell.mass * report.num_compared,
                 "observed": count,
             }
             for cell, count in zip(report.partition.cells, report.counts, strict=True)

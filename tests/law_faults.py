@@ -147,7 +147,7 @@ async def deployment(fault: Fault) -> AsyncIterator[Endpoints]:
             rule=fault.rule,
             **{"num_draft_tokens": pair.num_draft_tokens} | fault.config,
         ) as running:
-            yield Endpoints(running.address, running.target_address, CONTROL_TOKEN, fault.rule == "token")
+            yield Endpoints(running.address, (running.target_address,), CONTROL_TOKEN, fault.rule == "token")
 
 
 def both(*patches: Patch) -> Patch:

@@ -16,6 +16,7 @@ from cluster.joint_law import (
     acceptance_p_value,
     chi_square,
     pairs_p_value,
+    total_variation,
 )
 from tests.laws import plain_law, random_table
 from workers.sampling import SamplingSettings, probabilities
@@ -81,6 +82,21 @@ def test_a_sequence_that_is_cut_short_has_no_cell() -> None:
     partition = grown(0.0).partition(0.0)
     with pytest.raises(ValueError, match="cut short"):
         partition.index_of((0, 1))
+
+
+@pytest.mark.parametrize(
+    ("sample", "is_whole"),
+    [((), False), ((0, 1), False), ((0, 1, 2), True), ((0, 1, 2, 3), True), ((0, END), True), ((END,), True)],
+)
+def test_a_sequence_is_whole_with_all_its_tokens_or_an_end_token(sample: Tokens, is_whole: bool) -> None:
+    assert grown(0.0, (END,)).is_whole(sample) is is_whole
+
+
+def test_rows_are_as_far_apart_as_their_probabilities() -> None:
+    first = Row(np.array([0, 2, 3]), np.array([0.5, 0.3, 0.2]))
+    second = Row(np.array([0, 1, 3]), np.array([0.4, 0.4, 0.2]))
+    assert total_variation(first, second) == pytest.approx(0.4)
+    assert total_variation(first, first) == 0.0
 
 
 def test_a_token_without_probability_lies_in_no_cell_that_begins_with_it() -> None:
