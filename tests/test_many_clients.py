@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from protos import worker_pb2_grpc
 from protos.authorization import metadata
@@ -26,6 +28,7 @@ from tests.tiny_models import MAX_LENGTH, VOCAB_SIZE, tiny_llama
 from workers.transformers_model import TransformersModel
 
 NUM_STREAMS = 32
+BLUR = 0.06  # of the weights' own spread
 NEAR_TIE = 1e-3  # of the logits: kernels for other batch sizes may order them otherwise
 
 
@@ -42,7 +45,7 @@ class Client:
     @classmethod
     def at_random(cls, rng: random.Random) -> "Client":
         length = rng.randint(1, 60)
-        max_tokens = rng.randint(1, MAX_LENGTH - length)
+        max_tokens = rng.randint(1, 48)
         return cls(
             prompt=[rng.randrange(VOCAB_SIZE) for _ in range(length)],
             max_tokens=max_tokens,
@@ -84,16 +87,15 @@ async def test_each_of_many_streams_gets_what_it_gets_alone(
     clients = [Client.at_random(rng) for _ in range(NUM_STREAMS)]
     assert sum(client.leaves_after is not None for client in clients) >= 5
     target = TransformersModel(tiny_llama(0), num_slots=num_target_slots, max_length=MAX_LENGTH)
-    draft = TransformersModel(
-        tiny_llama(0, num_hidden_layers=1), num_slots=num_draft_slots, max_length=MAX_LENGTH
-    )
+    draft = TransformersModel(_blurred(tiny_llama(0)), num_slots=num_draft_slots, max_length=MAX_LENGTH)
     async with pipeline(target, draft, control_token="secret") as running:
         usages: list[Usage] = []
         peak = asyncio.create_task(_peak(running))
         together = await asyncio.gather(*(client.run(running.stub, usages) for client in clients))
         peak.cancel()
         await _until_slots_are_free(running)
-        assert sum(usage.num_accepted_tokens for usage in usages) > 0
+        num_accepted = sum(usage.num_accepted_tokens for usage in usages)
+        assert 0 < num_accepted < sum(usage.num_draft_tokens for usage in usages)  # both happen
         assert await peak >= min(num_target_slots, NUM_STREAMS // 2)  # streams overlapped
         num_ties = 0
         for client, tokens in zip(clients, together, strict=True):
@@ -110,6 +112,15 @@ async def test_each_of_many_streams_gets_what_it_gets_alone(
             num_ties += await _is_cut_by_a_near_tie(running, client.prompt, tokens, alone.ids())
         await _until_slots_are_free(running)
     assert num_ties <= NUM_STREAMS // 8, f"{num_ties} near ties are more than chance"
+
+
+def _blurred(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with noise in its weights: a drafter that is often right, and often not."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += BLUR * weights.std() * torch.randn(weights.shape, generator=generator)
+    return model
 
 
 async def _peak(running: Pipeline) -> int:
