@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
+NUM_CATEGORIES = 13  # in Spec-Bench, and among our own
 OWN_QUESTIONS = Path(__file__).parent / "prompts.jsonl"
 
 
@@ -35,7 +36,8 @@ def read_questions(file: Path, count: int) -> list[Question]:
     Raises PromptsRefused for a file that cannot be read, a line in another format, or too few questions.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: JSON's strings may hold what else that takes for the end of a line, such as U+2028.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsRefused(f"prompts {file} cannot be read: {_reason(error)}") from None
     by_category: dict[str, list[Question]] = {}

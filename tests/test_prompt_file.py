@@ -28,6 +28,14 @@ def test_the_projects_own_questions_are_one_of_each_category() -> None:
     assert len({question.category for question in read_questions(OWN_QUESTIONS, 13)}) == 13
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    """JSON's strings may hold other ends of lines as they are, and Spec-Bench's do."""
+    text = "one\u2028two\u2029three\x85four\x7f"
+    lines = [json.dumps({"category": c, "turns": [text]}, ensure_ascii=False) for c in ("math", "qa")]
+    (tmp_path / "p.jsonl").write_text("\r\n".join(lines) + "\n", encoding="utf-8")
+    assert [(q.text, q.line) for q in read_questions(tmp_path / "p.jsonl", 2)] == [(text, 1), (text, 2)]
+
+
 def test_too_few_questions_are_refused_with_both_counts(tmp_path: Path) -> None:
     file = _write(tmp_path / "p.jsonl", ("math", "m1"), ("math", "m2"))
     with pytest.raises(PromptsRefused, match=r"has 2 questions in 1 categories; num_prompts is 3"):
