@@ -3,13 +3,13 @@
 Knows one child (`workers.baseline`) and its pipes. Never loads torch.
 """
 
-import os
-import subprocess
-import sys
 import tempfile
+import threading
+import time
 from types import TracebackType
 from typing import Self, TypeVar
 
+from cluster.module_process import last_words, start_module
 from protos.settings import Settings
 from workers.baseline_tasks import (
     BaselineModels,
@@ -21,11 +21,15 @@ from workers.baseline_tasks import (
     GapTask,
 )
 
+# Every wait has an end. Beyond these no model that is worth waiting for is still at work.
+_PROMPT_SECONDS = 600.0
+_SECONDS_A_TOKEN = 60.0
+
 _Answer = TypeVar("_Answer", bound=Settings)
 
 
 class BaselineFailed(RuntimeError):
-    """The sentence gives the process's last words."""
+    """The sentence gives the process's last words, or the time within which it said nothing."""
 
 
 class BaselineProcess:
@@ -33,24 +37,18 @@ class BaselineProcess:
 
     ready: BaselineReady
 
-    def __init__(self, models: BaselineModels) -> None:
-        """Nothing is started before the block begins."""
+    def __init__(self, models: BaselineModels, startup_seconds: float) -> None:
+        """Nothing is started before the block begins; `startup_seconds` bounds the loading of the models."""
         self._models = models
+        self._startup_seconds = startup_seconds
 
     def __enter__(self) -> Self:
-        """Start it and wait until the models are loaded."""
+        """Start it and wait until the models are loaded. Raises BaselineFailed."""
         self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            # -P: a file in the current folder must not stand in for a module.
-            [sys.executable, "-P", "-m", "workers.baseline"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},  # the folders are complete
-            start_new_session=True,  # Ctrl-C reaches its owner alone
-        )
+        # Offline: the folders are complete.
+        self._process = start_module("workers.baseline", log=self._log, HF_HUB_OFFLINE="1")
         try:
-            self.ready = self._ask(self._models, BaselineReady)
+            self.ready = self._ask(self._models, BaselineReady, self._startup_seconds)
         except BaseException:
             self._end()
             raise
@@ -68,30 +66,39 @@ class BaselineProcess:
 
     def write(self, task: BaselineTask) -> BaselineText:
         """Have one text written. Raises BaselineFailed."""
-        return self._ask(BaselineRequest(task=task), BaselineText)
+        seconds = _PROMPT_SECONDS + _SECONDS_A_TOKEN * task.num_tokens
+        return self._ask(BaselineRequest(task=task), BaselineText, seconds)
 
     def gap(self, prompt: tuple[int, ...]) -> float:
         """By how much the target's best logit behind `prompt` exceeds the second. Raises BaselineFailed."""
-        return self._ask(BaselineRequest(task=GapTask(prompt=prompt)), Gap).gap
+        return self._ask(BaselineRequest(task=GapTask(prompt=prompt)), Gap, _PROMPT_SECONDS).gap
 
-    def _ask(self, line: Settings, answer: type[_Answer]) -> _Answer:
+    def _ask(self, line: Settings, answer: type[_Answer], seconds: float) -> _Answer:
+        """Send a line and wait for its answer; a process that takes longer is ended."""
+        begun = time.monotonic()
+        end = threading.Timer(seconds, self._process.kill)  # which ends a wait to write, and one to read
+        end.start()
+        try:
+            said = self._exchange(line.model_dump_json().encode() + b"\n")
+            if said.endswith(b"\n"):
+                return answer.model_validate_json(said)
+            self._process.wait()
+        finally:
+            end.cancel()
+        if time.monotonic() - begun >= seconds:
+            raise BaselineFailed(f"The process of transformers' generate said nothing within {seconds:g} s.")
+        raise BaselineFailed(f"The process of transformers' generate ended: {last_words(self._log)}")
+
+    def _exchange(self, line: bytes) -> bytes:
+        """The line that answers, without its end from a process that ends before."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(line.model_dump_json().encode() + b"\n")
+            self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise BaselineFailed(self._last_words()) from None
-        said = self._process.stdout.readline()
-        if not said:
-            raise BaselineFailed(self._last_words())
-        return answer.model_validate_json(said)
-
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._log.seek(0)
-        words = self._log.read().decode(errors="replace").strip().splitlines() or ["it left no message"]
-        return f"The process of transformers' generate ended: {words[-1]}"
+            return b""
+        return self._process.stdout.readline()
 
     def _end(self) -> None:
         self._process.kill()

@@ -15,6 +15,7 @@ from protos.inference_pb2 import GenerateRequest, TokenIds, Usage
 from workers.baseline_tasks import BaselineTask, BaselineText
 
 NUM_WARM_UP_TOKENS = 8
+NUM_FIRST_TOKENS = 3  # times that each command is run to its first token
 TRANSFORMERS, ASSISTED = "transformers", "transformers, assisted"
 
 

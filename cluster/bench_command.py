@@ -49,7 +49,7 @@ def bench_command(
     ] = None,
     offline: Offline = False,
     startup_timeout: Annotated[
-        float, typer.Option(help="Seconds within which a deployment must serve.")
+        float, typer.Option(help="Seconds within which a deployment must serve, and transformers.")
     ] = 300.0,
 ) -> None:
     """Measure decoding with and without drafts against transformers' generate, in one run on this machine.

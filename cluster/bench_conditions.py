@@ -7,7 +7,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -69,12 +69,18 @@ def conditions(
     )
 
 
+def with_load_at_the_end(known: Conditions) -> Conditions:
+    """Adds the load average after the last run; the runs themselves make up most of it."""
+    return replace(known, load=f"{known.load}, {os.getloadavg()[0]:.2f} at the end (the runs included)")
+
+
 def assistant_in_words(ready: BaselineReady) -> str:
     """How transformers drafts by its own defaults."""
     return (
         "transformers assisted: the draft with its whole head as assistant_model, "
         f"num_assistant_tokens {ready.num_assistant_tokens} ({ready.num_assistant_tokens_schedule}), "
-        f"assistant_confidence_threshold {ready.assistant_confidence_threshold}, its defaults"
+        f"assistant_confidence_threshold {ready.assistant_confidence_threshold} (transformers' defaults, "
+        "or the draft's own)"
     )
 
 

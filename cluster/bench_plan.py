@@ -11,8 +11,9 @@ from cluster.actors import WorkerSettings
 from cluster.bench_conditions import Conditions, conditions
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
+from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import NO_DRAFT, Refused, load_text
+from cluster.private_run import NO_DRAFT, load_text
 from cluster.prompt_file import Question, read_questions
 from coordinator.text_error import TextError
 from protos.limits import MAX_DRAFT_TOKENS
@@ -144,7 +145,7 @@ def _check_lengths(
     for question, prompt in zip(questions, prompts, strict=True):
         if len(prompt) + num_tokens > context:
             raise Refused(
-                f"prompts: the question of {question.name} has {len(prompt)} tokens; with {num_tokens} to"
+                f"prompts is too long in {question.name}: it has {len(prompt)} tokens; with {num_tokens} to"
                 f" write the pair's context of {context} holds {context - num_tokens}"
             )
 

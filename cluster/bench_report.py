@@ -6,16 +6,17 @@ Knows figures and words. Prints nothing and measures nothing.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from io import StringIO
+from statistics import median
 from typing import Any
 
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench import Difference, Sample, outrider
+from cluster.bench import NUM_FIRST_TOKENS, Difference, Sample, outrider
 from cluster.bench_conditions import Conditions
 from cluster.bench_statistics import Estimate, Figures
-from cluster.prompt_file import Question
+from cluster.prompt_file import NUM_CATEGORIES, Question
 
 ABSENT = "–"
 _WIDTH = 160  # no table is wider
@@ -28,7 +29,7 @@ class Report:
     conditions: Conditions
     questions: tuple[Question, ...]
     figures: tuple[Figures, ...]
-    first_token_seconds: dict[str, float]  # from command to first token, by engine
+    first_token_seconds: dict[str, list[float]]  # from command to first token, by engine, each time
     differences: dict[str, list[Difference]] | None  # of greedy texts, by engine; None: not compared
     samples: tuple[Sample, ...]
     num_runs: int  # that were wanted; fewer samples mean that it was ended before
@@ -37,13 +38,18 @@ class Report:
         """One engine's figures."""
         return next((f for f in self.figures if (f.engine, f.temperature) == (engine, temperature)), None)
 
+    def first_token(self, engine: str) -> float | None:
+        """The median of its times."""
+        times = self.first_token_seconds.get(engine)
+        return median(times) if times else None
+
 
 def as_text(report: Report) -> str:
     """Both tables, in Markdown, and the sentences."""
     speed, drafting = (_markdown(table) for table in (_speed_table(report), _drafting_table(report)))
     return "\n".join(
         [
-            "Speed: medians over the prompts, 95 % intervals in brackets\n",
+            "Speed: medians over the prompts, intervals of at least 95 % in brackets\n",
             speed,
             "\nDrafts, pooled over the prompts, and the mean round in ms\n",
             drafting,
@@ -58,21 +64,21 @@ def _speed_table(report: Report) -> Table:
     heads = "T", "engine", "tokens/s", "of transformers", "of own plain", "first token, s"
     table = _table(heads)
     for f in report.figures:
-        first = report.first_token_seconds.get(f.engine)
         cells = [_interval(f.tokens_per_second, 1), _interval(f.of_transformers, 2), _interval(f.of_plain, 2)]
-        table.add_row(f"{f.temperature:g}", f.engine, *cells, _number(first, 1))
+        table.add_row(f"{f.temperature:g}", f.engine, *cells, _number(report.first_token(f.engine), 1))
     return table
 
 
 def _drafting_table(report: Report) -> Table:
     """What became of the drafts, and where the time of a round goes."""
-    heads = ("T", "engine", "accepted", "length", "Σ min(p, q)", "acc./judged", "q bytes")
+    heads = ("T", "engine", "drafted", "accepted", "length", "Σ min(p, q)", "acc./judged", "q bytes")
     table = _table((*heads, *_PARTS, "round"))
     for f in report.figures:
         parts = [None if f.round is None else getattr(f.round, part) for part in (*_PARTS, "total")]
         table.add_row(
             f"{f.temperature:g}",
             f.engine,
+            _number(f.share_drafted, 2),
             _number(f.acceptance_rate, 3),
             _number(f.mean_acceptance_length, 2),
             _number(f.mean_min_pq, 3),
@@ -85,10 +91,16 @@ def _drafting_table(report: Report) -> Table:
 
 _PARTS = ("draft", "wire", "target", "rest")
 _DEFINITIONS = (
-    "Accepted: accepted of drafted tokens. Length: 1 + accepted / rounds with drafts. Σ min(p, q): the mean"
-    " over judged tokens, those up to the first rejection of a round; it and accepted / judged must agree.",
-    "First token: from starting a command to its first token, the faster of two, models in the cache;"
-    " `outrider generate` starts a deployment for it, transformers is given the prompt's ids.",
+    "Intervals: at least 95 % confident, whatever law the prompts' values follow; those of own plain are so"
+    " for all K at once (Bonferroni), since the best is picked.",
+    "Drafted: rounds with drafts of all rounds. Accepted: accepted of drafted tokens. Length: 1 + accepted /"
+    " rounds with drafts. Σ min(p, q): the mean over judged tokens, those up to the first rejection of a"
+    " round; it and accepted / judged must agree. q bytes: of one draft token.",
+    "Mean round: without each text's first, which takes in the prompt, and for K above 0 without rounds that"
+    " had no drafts.",
+    f"First token: from starting a command to its first token, the median of {NUM_FIRST_TOKENS}, models in"
+    " the cache; `outrider generate` starts a deployment for it, with its own choice of threads (all cores"
+    " but one), transformers is given the prompt's ids.",
 )
 
 
@@ -97,7 +109,7 @@ def sentences(report: Report) -> list[str]:
     interrupted = f"Ended after {len(report.samples)} of {report.num_runs} runs; what follows is of these."
     notes = [] if len(report.samples) == report.num_runs else [interrupted]
     notes += [verdict(report, t) for t in dict.fromkeys(f.temperature for f in report.figures)]
-    notes += _greedy(report)
+    notes += _few(report.questions) + _greedy(report)
     notes += [
         f"{f.engine} at temperature {f.temperature:g}: the drafter failed {f.num_fallbacks} rounds."
         for f in report.figures
@@ -144,10 +156,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "conditions": asdict(report.conditions),
         "questions": [{"category": q.category, "line": q.line} for q in report.questions],
-        "figures": [
-            _known(asdict(f) | {"first_token_seconds": report.first_token_seconds.get(f.engine)})
-            for f in report.figures
-        ],
+        "figures": [_known(asdict(f) | _first_tokens(report, f.engine)) for f in report.figures],
         "greedy_differences": None
         if report.differences is None
         else {engine: [asdict(d) for d in found] for engine, found in report.differences.items()},
@@ -155,6 +164,23 @@ def as_json(report: Report) -> dict[str, Any]:
         "samples": [asdict(sample) for sample in report.samples],
         "num_runs": report.num_runs,
     }
+
+
+def _first_tokens(report: Report, engine: str) -> dict[str, Any]:
+    times = report.first_token_seconds.get(engine)
+    times_range = [min(times), max(times)] if times else None
+    return {"first_token_seconds": report.first_token(engine), "first_token_seconds_range": times_range}
+
+
+def _few(questions: Sequence[Question]) -> list[str]:
+    """Says so when there are fewer prompts than a result to rely on needs."""
+    num_categories = len({question.category for question in questions})
+    if min(len(questions), num_categories) >= NUM_CATEGORIES:
+        return []
+    return [
+        f"Prompts: only {len(questions)} of {num_categories} categories; a figure to go by needs at least"
+        f" {NUM_CATEGORIES}, one a category."
+    ]
 
 
 def _greedy(report: Report) -> list[str]:

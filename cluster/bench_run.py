@@ -6,10 +6,13 @@ processes that they start.
 """
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +20,7 @@ from rich.console import Console
 from cluster.baseline_process import BaselineFailed, BaselineProcess
 from cluster.bench import (
     ASSISTED,
+    NUM_FIRST_TOKENS,
     TRANSFORMERS,
     BenchFailed,
     Difference,
@@ -27,7 +31,7 @@ from cluster.bench import (
     measure,
     outrider,
 )
-from cluster.bench_conditions import assistant_in_words
+from cluster.bench_conditions import assistant_in_words, with_load_at_the_end
 from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
 from cluster.bench_report import Report, as_json, as_text
 from cluster.bench_statistics import figures
@@ -36,15 +40,14 @@ from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of
 from cluster.generation import GenerationFailed
 from cluster.interrupts import interrupts
 from cluster.memory import DoesNotFit
-from cluster.outcome import DONE, FAILED, REFUSED, say_error
-from cluster.private_run import NO_DRAFT, Refused
+from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
+from cluster.private_run import NO_DRAFT
 from cluster.progress import Steps
 from cluster.prompt_file import PromptsRefused
 from workers.checkpoints import ModelRefused
 
 STANDARD_OUTPUT = Path("-")
 
-_NUM_FIRST_TOKENS = 2  # times that each command is run: the first brings files into memory
 _TYPICAL_TOKENS_PER_SECOND = 10
 _FAILURES = (
     ModelRefused,
@@ -66,30 +69,24 @@ class Outlets:
 
 
 def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> int:
-    """Do it, tell the result, and return the exit code. After a signal or a failure what is known is told."""
+    """Do it, tell the result, and return the exit code. However it ends, what is known is told."""
     err = Console(stderr=True, highlight=False)
     try:
         check_wish(wish)
+        require_seconds("startup_timeout", startup_seconds)
         _check_outlets(outlets)
-        if not startup_seconds > 0:
-            raise Refused(f"startup_timeout is {startup_seconds}; it must lie above 0")
         with Steps(err) as steps:
             run = _Run(prepare_bench(wish, steps.say), wish, steps)
             try:
                 run.measure(startup_seconds)
-            except (KeyboardInterrupt, *_FAILURES):  # half an hour's samples are worth telling
+            finally:  # half an hour's samples are worth telling, whatever ended it
                 steps.end()
-                if run.samples:
-                    _tell(run.report(), outlets)
-                raise
-        _tell(run.report(), outlets)
+                code = tell(run.report(), outlets, err) if run.samples else FAILED
     except (Refused, PromptsRefused) as error:
-        return say_error(err, _with_option(str(error)), REFUSED)
+        return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except _FAILURES as error:
         return say_error(err, str(error), FAILED)
-    except OSError as error:  # a full disk, a folder gone meanwhile
-        return say_error(err, f"The result cannot be written: {error}", FAILED)
-    return DONE
+    return code
 
 
 class _Run:
@@ -101,7 +98,7 @@ class _Run:
         self._wish = wish
         self._steps = steps
         self._conditions = plan.conditions
-        self._first_token_seconds: dict[str, float] = {}
+        self._first_token_seconds: dict[str, list[float]] = {}
         self._differences: dict[str, list[Difference]] | None = None
         self._contestants: list[Engine] = []
 
@@ -117,7 +114,7 @@ class _Run:
         with interrupts():
             self._time_commands(startup_seconds)
             steps.say("Loading transformers with both models")
-            with BaselineProcess(plan.baseline) as baseline:
+            with BaselineProcess(plan.baseline, startup_seconds) as baseline:
                 self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
                 with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
                     self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
@@ -128,7 +125,7 @@ class _Run:
     def report(self) -> Report:
         """What is known by now."""
         return Report(
-            conditions=self._conditions,
+            conditions=with_load_at_the_end(self._conditions),
             questions=self._plan.questions,
             figures=tuple(figures(self.samples, self._contestants, TRANSFORMERS)),
             first_token_seconds=self._first_token_seconds,
@@ -164,12 +161,12 @@ class _Run:
             )
 
     def _time_commands(self, startup_seconds: float) -> None:
-        """From command to first token, before anything else takes memory and cores."""
+        """From command to first token, in turns, before anything else takes memory and cores."""
         plan, wish = self._plan, self._wish
 
         def of_transformers(assistant: Path | None) -> float:
             models = plan.baseline.model_copy(update={"assistant": assistant})
-            return seconds_of_transformers(models, plan.prompts[0])
+            return seconds_of_transformers(models, plan.prompts[0], startup_seconds)
 
         def of_outrider(draft: str) -> float:
             return seconds_of_command(self._generate(draft, startup_seconds))
@@ -181,11 +178,14 @@ class _Run:
             # The first token comes before any draft, so that one K is as good as another.
             ([outrider(k) for k in plan.draft_lengths if k], partial(of_outrider, wish.draft)),
         ]
-        for names, run in commands:
+        for turn, (names, run) in product(range(1, NUM_FIRST_TOKENS + 1), commands):
             if names:
-                self._steps.say(f"Timing a command to its first token: {names[-1]}")
-                seconds = min(run() for _ in range(_NUM_FIRST_TOKENS))
-                self._first_token_seconds |= dict.fromkeys(names, seconds)
+                self._steps.say(
+                    f"Timing commands to their first token, {turn} of {NUM_FIRST_TOKENS}: {names[-1]}"
+                )
+                seconds = run()
+                for name in names:
+                    self._first_token_seconds.setdefault(name, []).append(seconds)
 
     def _generate(self, draft: str, startup_seconds: float) -> Sequence[str]:
         options = {
@@ -202,8 +202,8 @@ class _Run:
 def _check_outlets(outlets: Outlets) -> None:
     """Refuse now what would lose the result after half an hour."""
     for name, file in (("json", outlets.json), ("picture", outlets.picture)):
-        if file is not None and file != STANDARD_OUTPUT and not file.absolute().parent.is_dir():
-            raise Refused(f"{name} is {file}; there is no folder {file.absolute().parent}")
+        if file is not None and file != STANDARD_OUTPUT:
+            _check_writable(name, file)
     if outlets.picture is None:
         return
     try:
@@ -214,12 +214,35 @@ def _check_outlets(outlets: Outlets) -> None:
         raise Refused(f"picture is {outlets.picture}; its name must end in {' or '.join(KINDS)}")
 
 
-def _tell(report: Report, outlets: Outlets) -> None:
-    """The table or JSON on standard output, then the files."""
-    if outlets.json == STANDARD_OUTPUT:
-        print(json.dumps(as_json(report)))
-    else:
-        print(as_text(report))
+def _check_writable(name: str, file: Path) -> None:
+    """What the file holds stays until there is something to put in its place."""
+    try:
+        existed = file.exists()
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise Refused(f"{name} is {file}; it cannot be written: {error.strerror}") from None
+
+
+def tell(report: Report, outlets: Outlets, err: Console) -> int:
+    """The files, then the table or JSON on standard output; returns the exit code."""
+    code = DONE
+    try:
+        _write_files(report, outlets)
+    except OSError as error:  # a full disk, a folder gone meanwhile
+        code = say_error(err, f"The result cannot be written: {error}", FAILED)
+    try:
+        print(json.dumps(as_json(report)) if outlets.json == STANDARD_OUTPUT else as_text(report), flush=True)
+    except BrokenPipeError:  # whoever read it has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
+        code = FAILED
+    except OSError as error:
+        code = say_error(err, f"The result cannot be printed: {error}", FAILED)
+    return code
+
+
+def _write_files(report: Report, outlets: Outlets) -> None:
     if outlets.json not in (None, STANDARD_OUTPUT):
         outlets.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
     if outlets.picture is not None:
@@ -237,9 +260,3 @@ _OPTIONS = {
     name: "--" + name.replace("_", "-")
     for name in ("num_prompts", "prompts", "temperatures", "draft", "json", "picture", "startup_timeout")
 }
-
-
-def _with_option(sentence: str) -> str:
-    """The sentence with the option that was typed in place of the field that it became."""
-    field, space, rest = sentence.partition(" ")
-    return _OPTIONS.get(field.rstrip(":"), field) + space + rest

@@ -8,23 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 
-import numpy as np
 from scipy import stats
 
 from cluster.bench import Counts, Engine, Sample
 
 CONFIDENCE = 0.95
-MIN_FOR_INTERVAL = 6  # of fewer, even the range from least to greatest misses the median once in 16 times
-_NUM_RESAMPLES = 9999
 _NS_PER_MS = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median, and the interval that a bootstrap over the prompts gives it."""
+    """A median, and an interval of at least the confidence asked for."""
 
     median: float
-    low: float | None  # None, as `high` is: too few prompts
+    low: float | None  # None, as `high` is: too few prompts for any
     high: float | None
 
     @property
@@ -56,7 +53,8 @@ class Figures:
     temperature: float
     tokens_per_second: Estimate
     of_transformers: Estimate | None  # times transformers' `generate`; None for that itself
-    of_plain: Estimate | None  # times the same engine without drafts; None for that itself
+    of_plain: Estimate | None  # times the same engine without drafts, all K at once; None for that itself
+    share_drafted: float | None  # rounds with drafts / rounds
     acceptance_rate: float | None  # accepted / drafted
     mean_acceptance_length: float | None  # 1 + accepted / rounds with drafts
     mean_min_pq: float | None  # over judged tokens; it and the next must agree
@@ -66,19 +64,17 @@ class Figures:
     num_fallbacks: int
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """The values' median and its 95 % interval (percentile bootstrap, always with the same resamples)."""
-    if len(values) < MIN_FOR_INTERVAL:
+def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """The values' median and, from two of the values themselves, an interval of at least this confidence.
+
+    It holds for values of any law: how many of n lie below their law's median is binomial. Of five, even the
+    range from least to greatest misses that median once in 16 times: there is no interval.
+    """
+    rank = int(stats.binom.ppf((1 - confidence) / 2, len(values), 0.5))  # from either end, from 1
+    if rank == 0:
         return Estimate(median(values), None, None)
-    interval = stats.bootstrap(
-        (np.asarray(values),),
-        np.median,
-        confidence_level=CONFIDENCE,
-        n_resamples=_NUM_RESAMPLES,
-        method="percentile",
-        random_state=np.random.default_rng(0),
-    ).confidence_interval
-    return Estimate(median(values), float(interval.low), float(interval.high))
+    ordered = sorted(values)
+    return Estimate(median(values), ordered[rank - 1], ordered[-rank])
 
 
 def pooled(counts: Sequence[Counts]) -> Counts:
@@ -87,23 +83,35 @@ def pooled(counts: Sequence[Counts]) -> Counts:
 
 
 def figures(samples: Sequence[Sample], engines: Sequence[Engine], reference: str) -> list[Figures]:
-    """Each engine at each temperature that was measured; `reference` names what all are compared with."""
+    """Each engine at each temperature that was measured; `reference` names what all are compared with.
+
+    The best of several K is found on the samples that it is judged by. So the intervals of ratios to the same
+    plain engine are wider: they hold for all K at once with the confidence told (Bonferroni).
+    """
     temperatures = dict.fromkeys(sample.temperature for sample in samples)
     return [
-        _figures(samples, engine, temperature, reference)
+        _figures(samples, engine, _joint_confidence(engine, engines), temperature, reference)
         for temperature in temperatures
         for engine in engines
     ]
 
 
-def _figures(samples: Sequence[Sample], engine: Engine, temperature: float, reference: str) -> Figures:
+def _joint_confidence(engine: Engine, engines: Sequence[Engine]) -> float:
+    """What an interval needs for all that draft for the same plain engine to hold at once."""
+    num_drafting = sum(other.plain == engine.plain != other.name for other in engines)
+    return 1 - (1 - CONFIDENCE) / max(1, num_drafting)
+
+
+def _figures(
+    samples: Sequence[Sample], engine: Engine, joint_confidence: float, temperature: float, reference: str
+) -> Figures:
     speeds = _speeds(samples, engine.name, temperature)
 
-    def ratio(other: str) -> Estimate | None:
+    def ratio(other: str, confidence: float) -> Estimate | None:
         if other == engine.name:
             return None
         others = _speeds(samples, other, temperature)
-        return estimate([speed / others[question] for question, speed in speeds.items()])
+        return estimate([speed / others[question] for question, speed in speeds.items()], confidence)
 
     counts = pooled(
         [s.written.counts for s in samples if (s.engine, s.temperature) == (engine.name, temperature)]
@@ -114,8 +122,9 @@ def _figures(samples: Sequence[Sample], engine: Engine, temperature: float, refe
         engine=engine.name,
         temperature=temperature,
         tokens_per_second=estimate(list(speeds.values())),
-        of_transformers=ratio(reference),
-        of_plain=ratio(engine.plain),
+        of_transformers=ratio(reference, CONFIDENCE),
+        of_plain=ratio(engine.plain, joint_confidence),
+        share_drafted=counts.num_drafts / counts.num_rounds if counts.num_drafts else None,
         acceptance_rate=accepted / drafted if drafted else None,
         mean_acceptance_length=1 + accepted / counts.num_drafts if counts.num_drafts else None,
         mean_min_pq=counts.sum_min_pq / judged if judged else None,

@@ -3,6 +3,10 @@
 Guards against comparing with another law (top_k is 50 unless said otherwise), and with texts that end early.
 """
 
+import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +15,9 @@ import psutil
 import pytest
 import torch
 
+from cluster import baseline_process
 from cluster.baseline_process import BaselineFailed, BaselineProcess
+from cluster.first_token import seconds_of_transformers
 from tests.pipelines import generate, pipeline
 from tests.tiny_models import END_ID, save_tiny
 from workers.baseline import Baseline
@@ -19,6 +25,7 @@ from workers.baseline_tasks import BaselineModels, BaselineTask, GapTask
 from workers.transformers_model import TransformersModel
 
 PROMPT = tuple(b"a question")
+LOADING_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +81,24 @@ def test_sampling_reaches_beyond_the_fifty_likeliest_tokens(target: Path) -> Non
     assert (ranks >= 50).float().mean() > 0.5
 
 
+def test_what_the_models_files_say_of_sampling_changes_no_text(
+    target: Path, other: Path, tmp_path: Path
+) -> None:
+    """`generate` takes from them whatever a task leaves out."""
+    own = {"repetition_penalty": 5.0, "min_p": 0.5, "eos_token_id": END_ID, "num_assistant_tokens": 7}
+    folders = []
+    for folder in (target, other):
+        folders.append(shutil.copytree(folder, tmp_path / folder.name))
+        (folders[-1] / "generation_config.json").write_text(json.dumps(own))
+    without, with_own = (
+        Baseline(BaselineModels(target=pair[0], assistant=pair[1], num_threads=1))
+        for pair in ((target, other), folders)
+    )
+    for task in (_plain(24), _plain(24, temperature=2.0), _assisted(24)):
+        assert with_own.write(task).tokens == without.write(task).tokens
+    assert (without.ready().num_assistant_tokens, with_own.ready().num_assistant_tokens) == (20, 7)
+
+
 def test_texts_go_on_behind_end_tokens(target: Path) -> None:
     """At this temperature each of 600 draws is an end token with a chance of about 1 in 260."""
     baseline = Baseline(BaselineModels(target=target, assistant=None, num_threads=1))
@@ -91,7 +116,7 @@ def test_the_gap_is_that_of_the_two_best_logits(target: Path) -> None:
 
 def test_the_process_answers_as_the_model_and_ends_with_its_block(target: Path, other: Path) -> None:
     models = BaselineModels(target=target, assistant=other, num_threads=1)
-    with BaselineProcess(models) as process:
+    with BaselineProcess(models, LOADING_SECONDS) as process:
         pid = process.pid
         assert process.ready.num_assistant_tokens == 20
         answered = process.write(_plain(8))
@@ -115,5 +140,35 @@ def test_the_process_ends_when_its_owner_is_gone(target: Path) -> None:
 
 def test_a_process_that_fails_says_its_last_words(tmp_path: Path) -> None:
     models = BaselineModels(target=tmp_path, assistant=None, num_threads=1)
-    with pytest.raises(BaselineFailed, match="transformers' generate ended: "), BaselineProcess(models):
+    with (
+        pytest.raises(BaselineFailed, match="transformers' generate ended: "),
+        BaselineProcess(models, LOADING_SECONDS),
+    ):
         pass
+
+
+def test_a_process_that_stands_still_is_ended(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"_PROMPT_SECONDS": 0.1, "_SECONDS_A_TOKEN": 0.05}.items():
+        monkeypatch.setattr(baseline_process, name, seconds)
+    models = BaselineModels(target=target, assistant=None, num_threads=1)
+    with BaselineProcess(models, LOADING_SECONDS) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(BaselineFailed, match=r"said nothing within 0\.3 s"):
+            process.write(_plain(4))
+        assert not psutil.pid_exists(process.pid)
+
+
+def test_loading_has_an_end(target: Path) -> None:
+    models = BaselineModels(target=target, assistant=None, num_threads=1)
+    process = BaselineProcess(models, 0.2)
+    with pytest.raises(BaselineFailed, match=r"said nothing within 0\.2 s"), process:
+        pass
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_first_tokens_are_timed_with_and_without_an_assistant(target: Path, other: Path) -> None:
+    children = psutil.Process().children()
+    for assistant in (None, other):
+        models = BaselineModels(target=target, assistant=assistant, num_threads=1)
+        assert seconds_of_transformers(models, PROMPT, LOADING_SECONDS) > 0
+    assert psutil.Process().children() == children

@@ -131,9 +131,14 @@ def _bench(folder: Path, *options: str) -> Result:
         (["--draft-tokens", "three"], "--draft-tokens"),
         (["--temperatures", "nan"], "--temperatures has nan; each must lie in 0..100"),
         (["--tokens", "0"], "--tokens is 0; it must lie in 1..100000"),
-        (["--tokens", str(MAX_LENGTH)], "the question of first, line 1 has 13 tokens; with 128 to write"),
+        (
+            ["--tokens", str(MAX_LENGTH)],
+            "--prompts is too long in first, line 1: it has 13 tokens; with 128",
+        ),
         (["--draft", "none"], "--draft is none"),
-        (["--json", "/no/such/folder/file"], "--json is /no/such/folder/file; there is no folder"),
+        (["--startup-timeout", "nan"], "--startup-timeout is nan; it must lie in"),
+        (["--json", "/no/such/folder/file"], "--json is /no/such/folder/file; it cannot be written: No such"),
+        (["--picture", "/proc/picture.svg"], "--picture is /proc/picture.svg; it cannot be written"),
         (["--picture", "picture.gif"], "--picture is picture.gif; its name must end in .svg or .png"),
     ],
 )
@@ -186,7 +191,8 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(folder: Path) -> No
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize(
-    ("error", "code"), [(Interrupted(15), 143), (BenchFailed("d wrote 3 tokens of 4"), 1)]
+    ("error", "code"),
+    [(Interrupted(15), 143), (BenchFailed("d wrote 3 tokens of 4"), 1), (OSError("nobody expects this"), 1)],
 )
 def test_a_benchmark_that_ends_early_tells_what_it_has(
     error: BaseException, code: int, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,18 +1,23 @@
 """How a benchmark is told: the tables to the letter, the plain sentence, JSON without NaN, the picture."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from rich.console import Console
 
 from cluster.bench import ASSISTED, TRANSFORMERS, Counts, Difference, Sample, Written, outrider
 from cluster.bench_conditions import Conditions
 from cluster.bench_picture import draw, save
 from cluster.bench_report import Report, as_json, as_text, sentences, verdict
+from cluster.bench_run import Outlets, tell
 from cluster.bench_statistics import Estimate, Figures, Round
+from cluster.outcome import FAILED
 from cluster.prompt_file import Question
 
 NO_DRAFTS = Figures(
@@ -21,6 +26,7 @@ NO_DRAFTS = Figures(
     tokens_per_second=Estimate(10.0, 9.5, 10.5),
     of_transformers=None,
     of_plain=None,
+    share_drafted=None,
     acceptance_rate=None,
     mean_acceptance_length=None,
     mean_min_pq=None,
@@ -42,6 +48,7 @@ DRAFTED = replace(
     tokens_per_second=Estimate(9.0, 8.0, 10.0),
     of_transformers=Estimate(0.9, 0.85, 0.95),
     of_plain=Estimate(0.75, 0.7, 0.8),
+    share_drafted=0.98,
     acceptance_rate=0.1,
     mean_acceptance_length=1.3,
     mean_min_pq=0.28,
@@ -57,7 +64,7 @@ REPORT = Report(
     conditions=CONDITIONS,
     questions=(Question("math", "1 + 1?", 4),),
     figures=(NO_DRAFTS, PLAIN, DRAFTED),
-    first_token_seconds={TRANSFORMERS: 6.04, outrider(3): 14.96},
+    first_token_seconds={TRANSFORMERS: [6.04, 5.9, 20.0], outrider(3): [14.96]},
     differences={outrider(0): [], outrider(3): [Difference(0, 1, 0.0004)]},
     samples=tuple(Sample(engine, 0.0, 0, 0, TEXT) for engine in (TRANSFORMERS, outrider(0), outrider(3))),
     num_runs=3,
@@ -70,11 +77,11 @@ SPEED = """\
 | 1 | Outrider, K = 3 |   9.0 [8.0, 10.0] | 0.90 [0.85, 0.95] | 0.75 [0.70, 0.80] |           15.0 |
 """
 DRAFTS = """\
-| T | engine          | accepted | length | Σ min(p, q) | acc./judged | q bytes | draft | wire | target | rest | round |
-|---|-----------------|----------|--------|-------------|-------------|---------|-------|------|--------|------|-------|
-| 1 | transformers    |        – |      – |           – |           – |       – |     – |    – |      – |    – |     – |
-| 1 | Outrider, K = 0 |        – |      – |           – |           – |       – |     – |  0.5 |   80.0 |  0.2 |  80.8 |
-| 1 | Outrider, K = 3 |    0.100 |   1.30 |       0.280 |       0.270 |     391 |  30.0 |  1.0 |  100.0 |  0.5 | 131.5 |
+| T | engine          | drafted | accepted | length | Σ min(p, q) | acc./judged | q bytes | draft | wire | target | rest | round |
+|---|-----------------|---------|----------|--------|-------------|-------------|---------|-------|------|--------|------|-------|
+| 1 | transformers    |       – |        – |      – |           – |           – |       – |     – |    – |      – |    – |     – |
+| 1 | Outrider, K = 0 |       – |        – |      – |           – |           – |       – |     – |  0.5 |   80.0 |  0.2 |  80.8 |
+| 1 | Outrider, K = 3 |    0.98 |    0.100 |   1.30 |       0.280 |       0.270 |     391 |  30.0 |  1.0 |  100.0 |  0.5 | 131.5 |
 """  # noqa: E501
 
 
@@ -125,8 +132,37 @@ def test_json_leaves_out_what_is_absent() -> None:
     plain, drafted = told["figures"][0], told["figures"][2]
     assert "acceptance_rate" not in plain
     assert (drafted["acceptance_rate"], drafted["first_token_seconds"]) == (0.1, 14.96)
+    assert (plain["first_token_seconds"], plain["first_token_seconds_range"]) == (6.04, [5.9, 20.0])
+    assert "first_token_seconds" not in told["figures"][1]
     assert told["samples"][0]["written"]["tokens"] == [1, 2]
     assert told["questions"] == [{"category": "math", "line": 4}]
+
+
+def test_few_prompts_are_said() -> None:
+    few = "Prompts: only 1 of 1 categories; a figure to go by needs at least 13, one a category."
+    assert few in sentences(REPORT)
+    enough = tuple(Question(f"category {i}", "1 + 1?", i) for i in range(13))
+    assert few[:13] not in "".join(sentences(replace(REPORT, questions=enough)))
+    one = tuple(replace(question, category="math") for question in enough)
+    assert any("only 13 of 1 categories" in s for s in sentences(replace(REPORT, questions=one)))
+
+
+def test_a_closed_pipe_leaves_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    files = Outlets(tmp_path / "report.json", tmp_path / "picture.svg")
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert tell(REPORT, files, Console(stderr=True)) == FAILED
+    assert json.loads((tmp_path / "report.json").read_text())["num_runs"] == 3
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_files_that_cannot_be_written_leave_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tell(REPORT, Outlets(Path("/dev/full"), None), Console(stderr=True)) == FAILED
+    out, err = capsys.readouterr()
+    assert SPEED in out
+    assert "Error: The result cannot be written: [Errno 28]" in err
 
 
 def _widths(axes: Axes) -> list[float]:

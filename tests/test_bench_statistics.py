@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cluster.bench import Counts, Engine, Sample, Work, Written
-from cluster.bench_statistics import estimate, figures
+from cluster.bench_statistics import Estimate, estimate, figures
 
 
 def _unused(_: Work) -> Written:
@@ -73,6 +74,7 @@ def test_rates_are_pooled_over_the_questions() -> None:
     assert found.mean_acceptance_length == pytest.approx(1 + 9 / 11)
     assert found.mean_min_pq == pytest.approx(12.6 / 18)
     assert found.accepted_of_judged == pytest.approx(9 / 18)
+    assert found.share_drafted == pytest.approx(11 / 24)
     assert found.q_bytes_per_draft_token == pytest.approx(24_000 / 33)
 
 
@@ -94,22 +96,55 @@ def test_what_does_not_exist_is_absent() -> None:
             found.mean_acceptance_length,
             found.mean_min_pq,
             found.accepted_of_judged,
+            found.share_drafted,
         )
-        assert (*rates, found.q_bytes_per_draft_token) == (None,) * 5
+        assert (*rates, found.q_bytes_per_draft_token) == (None,) * 6
     of_reference, of_plain = figures(samples, [REFERENCE, PLAIN], "reference")
     assert of_reference.round is None
     assert of_plain.round is not None
     assert of_plain.round.draft is None
 
 
-def test_an_interval_covers_the_median_of_what_was_sampled_from() -> None:
-    """Forty numbers around 10, half of them in 9..11: the interval is within, and always the same."""
-    values = [10 + (i - 19.5) / 10 for i in range(40)]
-    found = estimate(values)
-    assert found.low is not None
-    assert found.high is not None
-    assert 9.0 < found.low < 10.0 < found.high < 11.0
-    assert estimate(values) == found
+@pytest.mark.parametrize("num_prompts", [7, 13, 20])
+@pytest.mark.parametrize("confidence", [0.95, 1 - 0.05 / 3])
+def test_an_interval_covers_the_median_as_often_as_it_says(num_prompts: int, confidence: float) -> None:
+    """Of a skewed law, whose median is 1; less three standard errors. A bootstrap has 0.90 at 13."""
+    random = np.random.default_rng(0)
+    covered, num_trials = 0, 2000
+    for _ in range(num_trials):
+        found = estimate(random.lognormal(0.0, 1.0, num_prompts).tolist(), confidence)
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 1.0 <= found.high
+    error = (confidence * (1 - confidence) / num_trials) ** 0.5
+    assert covered / num_trials >= confidence - 3 * error
+
+
+def test_thirteen_values_give_the_third_of_each_end() -> None:
+    assert estimate([float(i) for i in range(1, 14)]) == Estimate(7.0, 3.0, 11.0)
+
+
+def test_ratios_of_several_k_to_the_same_plain_are_judged_together() -> None:
+    """With three K the interval is that of 98.3 %: the second of each end. One rival alone has 95 %."""
+    rivals = [Engine(name, "plain", _unused) for name in ("a", "b", "c")]
+    alone = Engine("alone", "reference", _unused)
+    engines = [REFERENCE, alone, PLAIN, *rivals]
+    samples = [
+        _sample(engine, i, 1.0 if engine in (REFERENCE, PLAIN) else 1 / (i + 1))
+        for engine in engines
+        for i in range(13)
+    ]
+    found = {f.engine: f for f in figures(samples, engines, "reference")}
+    for rival in rivals:
+        of_plain = found[rival.name].of_plain
+        assert of_plain is not None
+        assert (of_plain.low, of_plain.high) == pytest.approx((2.0, 12.0))
+    for ratio in (found["a"].of_transformers, found["alone"].of_plain):
+        assert ratio is not None
+        assert (ratio.low, ratio.high) == pytest.approx((3.0, 11.0))
+
+
+def test_a_ratio_is_other_than_one_where_its_interval_is() -> None:
     assert not estimate([1.1 - 0.02 * i for i in range(12)]).excludes_one
     assert estimate([1.1 + 0.02 * i for i in range(12)]).excludes_one
 

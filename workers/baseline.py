@@ -96,8 +96,11 @@ def _load(folder: Path) -> Any:
         folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
     model.eval()
-    model.generation_config.eos_token_id = (
-        None  # else `generate` takes the model's own for what a task leaves out
+    # `generate` takes from here what a task leaves out. Penalties, cut-offs and end tokens that come with the
+    # model would be another law than the one compared with; how many tokens to draft changes no law.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        **{name: getattr(own, name) for name in BaselineReady.model_fields}
     )
     return model
 

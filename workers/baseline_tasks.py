@@ -22,7 +22,8 @@ class BaselineModels(Settings):
 class BaselineReady(Settings):
     """The answer to it, once all is loaded."""
 
-    num_assistant_tokens: int | None  # transformers' own default, as are the next two; None: no assistant
+    # The draft's own or transformers' default, as are the next two; None: no assistant.
+    num_assistant_tokens: int | None
     num_assistant_tokens_schedule: str | None
     assistant_confidence_threshold: float | None
 
