@@ -119,7 +119,7 @@ def _blurred(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weights in model.parameters():
-            weights += BLUR * weights.std() * torch.randn(weights.shape, generator=generator)
+            weights.add_(BLUR * weights.std() * torch.randn(weights.shape, generator=generator))
     return model
 
 
