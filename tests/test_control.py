@@ -162,6 +162,7 @@ async def test_when_a_target_is_lost_its_streams_end_and_the_others_take_turns_i
 
         running = [asyncio.create_task(run(600)) for _ in range(4)]
         while [worker.num_slots_used for worker in workers[:2]] != [2, 2]:
+            assert not any(task.done() for task in running)
             await asyncio.sleep(0.001)
         await workers[0].stop(0.0)
         ends, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
