@@ -52,7 +52,7 @@ def _draw_speeds(axes: Axes, figures: Sequence[Figures]) -> None:
             error_kw={"capsize": 2, "elinewidth": 1, "ecolor": "#333333"},
             label=f"temperature {temperature:g}",
         )
-    _finish(axes, engines, "Tokens a second: median over the prompts, 95 % interval", "tokens/s")
+    _finish(axes, engines, "Tokens a second: median over the prompts, at least 95 % intervals", "tokens/s")
 
 
 def _draw_rounds(axes: Axes, figures: Sequence[Figures]) -> None:
