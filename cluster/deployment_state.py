@@ -124,8 +124,13 @@ def read_file(name: str) -> DeploymentState | None:
 
 
 def deployment_names() -> list[str]:
-    """Names of all deployments that have a file."""
-    return sorted(file.stem for file in state_folder().glob("*.json") if _NAME.fullmatch(file.stem))
+    """Names of all deployments that have a file. Raises DeploymentStateError when it cannot be known."""
+    folder = state_folder()
+    try:
+        files = list(folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise DeploymentStateError(f"The folder {folder} cannot be read ({error.strerror}).") from error
+    return sorted(file.stem for file in files if file.suffix == ".json" and _NAME.fullmatch(file.stem))
 
 
 def write_state(state: DeploymentState) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+MAX_DIGITS = 1000  # of an integer: no field takes more than 20
 MAX_VALUE_BYTES = 64 << 20  # as much as a message to the service may have
 
 # A string, which its line may have cut short, or a bracket. Possessive: no way back is kept in memory; and an
@@ -122,12 +123,22 @@ def _parse(begun: int, lines: list[bytes]) -> JsonValue | NotJson:
 def _loads(text: bytes) -> Any:
     """Strictly: no NaN, no infinity, no name twice in an object. Raises ValueError or RecursionError."""
     return json.loads(
-        text.decode(), parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_without_repeats
+        text.decode(),
+        parse_constant=_refuse,
+        parse_int=_short,
+        parse_float=_finite,
+        object_pairs_hook=_without_repeats,
     )
 
 
 def _refuse(name: str) -> Any:
     raise _Refused(f"{name} is no number there")
+
+
+def _short(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _Refused(f"{digits[:40]}... has {len(digits)} digits; the limit is {MAX_DIGITS}")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

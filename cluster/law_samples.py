@@ -73,7 +73,8 @@ def in_words(who: str) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise CheckFailed(f"{error.code().name} from {who}: {error.details()}") from error
+        hint = "; `outrider ps` shows what is wrong" if error.code() is grpc.StatusCode.UNAVAILABLE else ""
+        raise CheckFailed(f"{error.code().name} from {who}: {error.details()}{hint}") from error
 
 
 async def patiently(

@@ -19,7 +19,11 @@ def show_deployments(*, in_json: bool) -> int:
     if not out.is_terminal:
         out = Console(highlight=False, width=_PIPED_WIDTH)
     states, damages = [], []
-    for name in deployment_names():
+    try:
+        names = deployment_names()
+    except DeploymentStateError as error:
+        return say_error(err, str(error), FAILED)
+    for name in names:
         try:
             states.append(read_file(name))
         except DeploymentStateError as error:

@@ -196,6 +196,7 @@ def test_a_prompt_is_text_token_ids_or_messages(given: dict[str, Any], kind: str
         ('{"prompt": "x", "temperature": 1e999}', None, "1e999 is too large"),
         ('{"prompt": "x", "seed": 1, "seed": 2}', None, "'seed' stands twice"),
         ("[" * 100_000 + "]" * 100_000, None, "line 2 is nested too deeply"),
+        ('{"prompt": "x", "seed": ' + "9" * 6000 + "}", None, "... has 6000 digits; the limit is 1000"),
         (b'{"prompt": "\xff"}', None, "line 2 is not UTF-8 at byte 13"),
     ],
 )

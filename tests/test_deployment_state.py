@@ -123,6 +123,12 @@ def test_one_command_at_a_time_starts_or_ends_a_deployment(state_folder: Path) -
     assert list(state_folder.iterdir()) == []
 
 
+def test_a_state_folder_that_is_none_is_named(state_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state_folder.write_text("")
+    assert show_deployments(in_json=False) == 1
+    assert f"{state_folder} cannot be read" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_what_fails_under_the_lock_is_raised(state_folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match="ours"), locked("default"):
         raise FileNotFoundError("ours")
