@@ -54,10 +54,11 @@ def check_law_command(
 ) -> None:
     """Prove the law on a running deployment: many short samples of its service against its target's exact p.
 
-    Asks the target for its distributions behind a prompt, samples the same prompt through the public service,
-    drafts and all, and tests whether the samples follow: no token of probability zero, the joint law of the
-    first tokens, independence, and the acceptance of drafts. Needs the deployment's control token, so it
-    works for who started the deployment.
+    Asks the target for its distributions behind a prompt, samples the same
+    prompt through the public service, drafts and all, and tests whether the
+    samples follow: no token of probability zero, the joint law of the first
+    tokens, independence, and the acceptance of drafts. Needs the deployment's
+    control token, so it works for who started the deployment.
     """
     given = {
         "num_samples": samples,
@@ -100,7 +101,7 @@ def _check(name: str, prompt: str, given: dict[str, Any], *, as_json: bool) -> i
         settings = CheckSettings(**given)
         state = read_state(name)
         if state is None:
-            return say_error(err, f"No deployment {name!r} is up; start one with outrider up.", FAILED)
+            return say_error(err, f"No deployment {name!r} is up. Start one with `outrider up`.", FAILED)
         tokenizer = Tokenizer.load(state.target_folder)
         ids = tokenizer.encode(prompt)
         if not ids:

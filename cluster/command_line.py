@@ -31,7 +31,7 @@ def _show_version(wanted: bool) -> None:
 
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed, also for a model that cannot be used; 2 an option or the prompt was"
+    "Exit codes: 0 done; 1 failed, also for a model that cannot be used; 2 an option or the input was"
     " refused; 130 ended by Ctrl-C."
 )
 
@@ -110,9 +110,10 @@ def generate_command(
 ) -> None:
     """Generate one text, on the deployment that is up or on a private one that ends with it.
 
-    Without a deployment that is up (see `outrider up`), starts Ray, a drafter, a target and a coordinator on
-    this machine and ends them with the text. Shows which tokens were drafted. The text goes to standard
-    output, everything else to standard error.
+    Without a deployment that is up (see `outrider up`), starts Ray, a drafter,
+    a target and a coordinator on this machine and ends them with the text.
+    Shows which tokens were drafted. The text goes to standard output,
+    everything else to standard error.
     """
     try:
         from cluster.generate_command import Place, generate_text

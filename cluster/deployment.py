@@ -28,7 +28,7 @@ from cluster.processes import end_session
 STOP_SECONDS = 15.0
 KEEP_SECONDS = 5.0
 END_SECONDS = 5.0  # for the child to end everything; then that is done for it
-_MAX_FOLDER_LENGTH = 40  # the path of a Unix socket has 107 bytes at most, and Ray adds 65 to this folder's
+_MAX_FOLDER_LENGTH = 40  # the path of a Unix socket has 107 bytes at most; ours and Ray's parts take 66
 
 Progress = Callable[[str], None]
 Record = Callable[[Deployed, Path, int], None]

@@ -83,9 +83,10 @@ def up_command(
 ) -> None:
     """Start a deployment on this machine that stays.
 
-    A Ray of its own with drafters, targets and a coordinator. The command returns when all of them serve, or
-    says what failed and leaves nothing behind. `outrider generate` uses the deployment; `outrider ps` shows
-    it, `outrider down` ends it.
+    A Ray of its own with drafters, targets and a coordinator. The command
+    returns when all of them serve, or says what failed and leaves nothing
+    behind. `outrider generate` uses the deployment; `outrider ps` shows it,
+    `outrider down` ends it.
     """
 
     def run() -> int:

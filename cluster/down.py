@@ -35,7 +35,11 @@ def end_deployment(name: str, *, grace_seconds: float) -> int:
         require_seconds("--grace", grace_seconds, lowest=0.0)
         with locked(name):
             state = read_file(name)
-            sentence = f"No deployment {name!r} is up." if state is None else _end(state, grace_seconds)
+            sentence = (
+                f"No deployment {name!r} is up: nothing to end."
+                if state is None
+                else _end(state, grace_seconds)
+            )
     except (Refused, BadName) as error:
         return say_error(err, str(error), REFUSED)
     except (DeploymentStateError, StillRunning) as error:

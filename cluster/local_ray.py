@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from cluster.placement import Placement, in_words
+from cluster.placement import Placement, RayTooSlow, in_words
 from cluster.plan import Plan
 from cluster.processes import end_session
 
@@ -28,6 +28,7 @@ STOP, KEEP = "stop", "keep"
 DRAINING_FILE = "draining"  # in the deployment's folder, from the first SIGTERM on
 DRAIN_SECONDS = 5.0  # of a private deployment, whose one request is over
 KEPT_DRAIN_SECONDS = 600.0  # whoever sends SIGTERM decides how long to wait, and sends another one
+RAY_ATTEMPTS = 4
 _COLLECTING_SECONDS = 1.0
 
 
@@ -101,7 +102,7 @@ def main() -> None:
     threading.Thread(target=keeper.obey, daemon=True).start()
     try:
         owner.say(stage="Starting Ray")
-        placement.start_ray(Path.cwd(), num_processes=len(plan.workers()) + 1)
+        start_ray(placement, Path.cwd(), num_processes=len(plan.workers()) + 1)
         signal.signal(signal.SIGTERM, keeper.on_sigterm)  # not before: Ray sets one that leaves its actors
         owner.say(ready=placement.place(plan, lambda stage: owner.say(stage=stage)).model_dump())
     except Exception as error:
@@ -109,6 +110,21 @@ def main() -> None:
     while True:
         _collect_the_dead()
         time.sleep(_COLLECTING_SECONDS)
+
+
+def start_ray(placement: Placement, folder: Path, num_processes: int) -> None:
+    """Start Ray, anew where it was too slow for itself. Raises RuntimeError in words when it always is."""
+    for attempt in range(RAY_ATTEMPTS):
+        try:
+            # One below the deployment's own folder: Ray opens its folder to all users.
+            placement.start_ray(folder / f"ray{attempt}", num_processes)
+            return
+        except RayTooSlow:
+            end_session(os.getsid(0), spare=os.getpid())
+    raise RuntimeError(
+        f"Ray did not start within its half minute, {RAY_ATTEMPTS} times: the machine is too busy. Try again"
+        " when it has less to do; what was fetched stays in the cache."
+    )
 
 
 def _adopt_orphans() -> None:

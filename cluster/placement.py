@@ -25,6 +25,10 @@ class ActorFailed(RuntimeError):
     """The sentence says which actor failed and why."""
 
 
+class RayTooSlow(RuntimeError):
+    """Ray gave itself up while its processes started, as it does after half a minute on a busy machine."""
+
+
 class Placement:
     """Ray and the actors in it, as far as they have come."""
 
@@ -34,8 +38,8 @@ class Placement:
         self._ray_address = ""
 
     def start_ray(self, folder: Path, num_processes: int) -> None:
-        """Start a Ray that listens on the loopback only, keeps its files in `folder`, and has
-        `num_processes` processes ready.
+        """Start a Ray that listens on the loopback only, keeps its files in the new `folder`, and has
+        `num_processes` processes ready. Raises RayTooSlow, and leaves processes behind then.
 
         A Ray that `ray.init` makes ends with the process that made it. This one lives until its processes
         are ended, so that a deployment outlives its keeper. It is made the way `ray.cluster_utils.Cluster`
@@ -48,7 +52,7 @@ class Placement:
 
         parameters = RayParams(
             node_ip_address="127.0.0.1",
-            temp_dir=str(folder / "ray"),  # one below: Ray opens it to all users
+            temp_dir=str(folder),
             num_cpus=num_processes,  # Ray prepares one for each; the actors reserve none, see `place`
             num_gpus=0,
             object_store_memory=OBJECT_STORE_BYTES,
@@ -56,7 +60,13 @@ class Placement:
             min_worker_port=0,  # any free ones
             max_worker_port=0,
         )
-        self._ray_address = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False).address
+        try:
+            node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False)
+        except Exception as error:  # Ray has no class for it
+            if "timed out during startup" in str(error):
+                raise RayTooSlow from error
+            raise
+        self._ray_address = node.address
         ray.init(
             address=self._ray_address,
             namespace=NAMESPACE,

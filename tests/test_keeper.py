@@ -4,6 +4,7 @@ Guards against a deployment that outlives a killed owner, and against a second s
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.local_ray import DRAINING_FILE, KEEP, STOP
+import pytest
+
+from cluster import local_ray
+from cluster.local_ray import DRAINING_FILE, KEEP, RAY_ATTEMPTS, STOP, start_ray
+from cluster.placement import Placement, RayTooSlow
 from cluster.processes import end_session, session_members
 
 # A keeper whose deployment is one sleeping process, and whose draining takes as long as it is told to.
@@ -91,6 +96,35 @@ def _keeper(tmp_path: Path, drain_seconds: float = 0.0) -> Iterator[Keeper]:
         for pipe in (keeper.process.stdin, keeper.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+class SlowPlacement(Placement):
+    """A Ray that starts at the given attempt."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.folders: list[Path] = []
+        self._num_failures = num_failures
+
+    def start_ray(self, folder: Path, num_processes: int) -> None:
+        self.folders.append(folder)
+        if len(self.folders) <= self._num_failures:
+            raise RayTooSlow
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, RAY_ATTEMPTS - 1, RAY_ATTEMPTS])
+def test_a_ray_that_is_too_slow_for_itself_is_started_anew(
+    num_failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(local_ray, "end_session", lambda leader, *, spare: ended.append(spare))
+    placement = SlowPlacement(num_failures)
+    if num_failures < RAY_ATTEMPTS:
+        start_ray(placement, tmp_path, 3)
+    else:
+        with pytest.raises(RuntimeError, match="machine is too busy"):
+            start_ray(placement, tmp_path, 3)
+    assert ended == [os.getpid()] * num_failures  # the processes of each failed start, never our own
+    assert len(set(placement.folders)) == len(placement.folders) == min(num_failures + 1, RAY_ATTEMPTS)
 
 
 def test_an_owner_that_is_gone_ends_it_without_draining(tmp_path: Path) -> None:
