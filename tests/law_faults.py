@@ -7,6 +7,7 @@ matter.
 """
 
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -216,23 +217,31 @@ def in_float16(patched: pytest.MonkeyPatch) -> None:
     )
 
 
-class DrawnInFloat16(CountRow):
-    """Ships its counts and draws with running sums in float16."""
-
-    def draw(self, coin: float) -> int:
-        """By rounded sums."""
-        index = np.searchsorted(np.cumsum(self.q.astype(np.float16)), coin, side="right")
-        return int(self.ids[min(int(index), self.ids.size - 1)])
+def float16(value: float) -> float:
+    """The nearest number of 11 bits."""
+    return float(np.float16(value))
 
 
-def drawn_in_float16(patched: pytest.MonkeyPatch) -> None:
-    """The draw in float16, the ratio with the counts."""
+def bfloat16(value: float) -> float:
+    """The nearest number of 8 bits, the half-way ones away from zero."""
+    bits = int(np.float32(value).view(np.uint32)) + 0x8000 & 0xFFFF0000
+    return float(np.uint32(bits).view(np.float32))
+
+
+def drawn_in(rounded: Callable[[float], float]) -> Patch:
+    """The draw with rounded running sums, the ratio with the counts that are shipped."""
+
+    class Rounded(CountRow):
+        def draw(self, coin: float) -> int:
+            sums = list(itertools.accumulate(self.q, lambda total, q: rounded(total + rounded(q))))
+            index = int(np.searchsorted(sums, coin, side="right"))
+            return int(self.ids[min(index, self.ids.size - 1)])
 
     def row(q: FloatArray, support: int, _: IntArray | None = None) -> CountRow:
         honest = quantise(q, support)
-        return DrawnInFloat16(honest.ids, honest.counts, honest.total)
+        return Rounded(honest.ids, honest.counts, honest.total)
 
-    patched.setattr(workers.jobs, "quantise", row)
+    return lambda patched: patched.setattr(workers.jobs, "quantise", row)
 
 
 def not_left_alone(patched: pytest.MonkeyPatch) -> None:
@@ -524,7 +533,8 @@ FAULTS = {
     "greedy draft with a soft q": Fault(both(shipped_instead(greedy), unnoticed)),
     "drawn from all of q, shipped truncated": Fault(both(shipped_instead(truncated), unnoticed)),
     "drawn at half the temperature, redrawn by the target": Fault(shipped_instead(sharper)),
-    "drawn in float16, redrawn by the target": Fault(both(drawn_in_float16, not_left_alone)),
+    "drawn in bfloat16, redrawn by the target": Fault(both(drawn_in(bfloat16), not_left_alone)),
+    "drawn in float16, redrawn by the target": Fault(both(drawn_in(float16), not_left_alone)),
     "the ratio in float16": Fault(in_float16),
     "a drawn token dropped for its low q": Fault(cutting(before_unlikely)),
     "K chosen after the draws": Fault(cutting(while_probable)),

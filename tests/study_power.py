@@ -27,7 +27,7 @@ from cluster.law_report import LEVEL, LawReport, Verdict
 from cluster.law_samples import CheckSettings
 from tests.law_faults import FAULTS, SOUND, TOP_K, Fault, deployment
 
-NUM_RUNS, MOST_RUNS = 3, 8
+NUM_RUNS, MOST_RUNS = 3, 16
 WANTED = 0.99
 CAUTION = float(stats.norm.isf(0.01))
 
