@@ -17,7 +17,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one() -> None:
     with pytest.raises(
         ValidationError, match=r"CoordinatorConfig has no 'num_draft_token'; did you mean num_draft_tokens"
     ):
-        CoordinatorConfig.model_validate({"target": "127.0.0.1:1", "num_draft_token": 3})
+        CoordinatorConfig.model_validate({"targets": ["127.0.0.1:1"], "num_draft_token": 3})
     with pytest.raises(ValidationError, match=r"WorkerConfig has no 'zzz'; known are .*max_pass_tokens"):
         WorkerConfig.model_validate({"zzz": 1})
 
