@@ -49,7 +49,7 @@ class BaselineProcess:
         self._process = start_module("workers.baseline", log=self._log, HF_HUB_OFFLINE="1")
         try:
             self.ready = self._ask(self._models, BaselineReady, self._startup_seconds)
-        except BaseException:
+        except BaseException:  # Ctrl-C too leaves no process behind
             self._end()
             raise
         return self

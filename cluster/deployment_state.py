@@ -140,7 +140,7 @@ def write_state(state: DeploymentState) -> None:
         with os.fdopen(number, "w") as file:
             file.write(state.model_dump_json(indent=1) + "\n")
         os.replace(path, _file(state.name))
-    except BaseException:
+    except BaseException:  # Ctrl-C too leaves no half of a file
         os.unlink(path)
         raise
 

@@ -213,7 +213,7 @@ class InferenceService(InferenceServicer):
             running.events.put_nowait(GenerateReply(finished=finished))
         except TaskError as error:
             running.events.put_nowait(error)
-        except Exception:
+        except Exception:  # a fault of ours: the trace to the log, an id to the caller
             fault_id = uuid.uuid4().hex[:12]
             logger.exception("session %s failed (fault %s)", session.id, fault_id)
             fault = TaskError.internal(

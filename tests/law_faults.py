@@ -365,16 +365,21 @@ def recovered_from_p(
     )
 
 
+def cut_at(n: int, scale: float, p: FloatArray, q: Sequence[CountRow], uniforms: Uniforms) -> Verdict:
+    """What follows n kept tokens, as it should be: the bonus behind all, or the recovered one."""
+    if n == len(q):
+        return Verdict(n, draw(p[n], uniforms.bonus))
+    weights = residual(p[n], q[n], scale)
+    return Verdict(n, draw(weights if weights.any() else p[n], uniforms.recover[n]))
+
+
 def swapped(
     p: FloatArray, q: Sequence[CountRow], tokens: Sequence[int], uniforms: Uniforms, rule: Rule
 ) -> Verdict:
     """p and q change places in the ratio."""
     kept = [u * p[i, x] < q[i].q_of(x) for i, (x, u) in enumerate(zip(tokens, uniforms.accept, strict=True))]
     n = [*kept, False].index(False)
-    if n == len(tokens):
-        return Verdict(n, draw(p[n], uniforms.bonus))
-    weights = residual(p[n], q[n], 1.0)
-    return Verdict(n, draw(weights if weights.any() else p[n], uniforms.recover[n]))
+    return cut_at(n, 1.0, p, q, uniforms)
 
 
 def clamped(
@@ -396,22 +401,14 @@ def first_failure(
     chances = block_chances(p, q, tokens)
     kept = [u < chance for u, (chance, _) in zip(uniforms.accept, chances, strict=True)]
     n = [*kept, False].index(False)
-    if n == len(tokens):
-        return Verdict(n, draw(p[n], uniforms.bonus))
-    weights = residual(p[n], q[n], [1.0, *(weight for _, weight in chances)][n])
-    return Verdict(n, draw(weights if weights.any() else p[n], uniforms.recover[n]))
+    return cut_at(n, [1.0, *(weight for _, weight in chances)][n], p, q, uniforms)
 
 
 def plain_residual(
     p: FloatArray, q: Sequence[CountRow], tokens: Sequence[int], uniforms: Uniforms, rule: Rule
 ) -> Verdict:
     """The block rule with the residual p - q."""
-    verdict = verify(p, q, tokens, uniforms, rule)
-    n = verdict.num_accepted
-    if n == len(tokens):
-        return verdict
-    weights = residual(p[n], q[n], 1.0)
-    return Verdict(n, draw(weights if weights.any() else p[n], uniforms.recover[n]))
+    return cut_at(verify(p, q, tokens, uniforms, rule).num_accepted, 1.0, p, q, uniforms)
 
 
 # --- rounds and sessions ----------------------------------------------------------------------------------
