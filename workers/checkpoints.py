@@ -22,6 +22,7 @@ Role = Literal["draft", "target"]
 Json = dict[str, Any]
 
 DEMO_NAMES = ("demo", "smollm2-135m-instruct", "smollm2-135m-demo-draft")
+GGUF_SUFFIX = ".gguf"
 HUB_SECONDS = 10.0
 HUB_FILES = (
     "config.json",
@@ -51,7 +52,7 @@ class ModelUnreachable(ModelRefused):
 class CheckpointInfo:
     """What a checkpoint's files tell without loading it."""
 
-    folder: Path
+    folder: Path  # with the tokenizer
     model_type: str
     vocab_size: int  # V, padding included
     context_length: int
@@ -63,6 +64,8 @@ class CheckpointInfo:
     end_token_ids: tuple[int, ...]
     tokenizer_fingerprint: str  # '' without tokenizer.json
     output_ids: tuple[int, ...] | None  # ascending ids of a reduced output vocabulary; None: all V
+    gguf: Path | None = None  # the file that holds the weights, where they are not safetensors in the folder
+    dtype: str = "float32"  # what they are computed in, or for GGUF stored as
 
 
 def cache_folder() -> Path:
@@ -79,11 +82,11 @@ def is_offline() -> bool:
 
 
 def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
-    """The local folder of a model, fetched first if need be.
+    """The local folder or GGUF file of a model, fetched first if need be.
 
-    `name` is a demo name ('demo' is the demo target or the demo draft, by role), a local folder, or a hub id
-    with an optional revision, `org/name@revision`. Raises ModelUnreachable when it cannot be fetched, or may
-    not be (see `is_offline`), ModelRefused when it names nothing.
+    `name` is a demo name ('demo' is the demo target or the demo draft, by role), a local folder or *.gguf
+    file, or a hub id with an optional revision, `org/name@revision`. Raises ModelUnreachable when it cannot
+    be fetched, or may not be (see `is_offline`), ModelRefused when it names nothing.
     """
     if name in DEMO_NAMES:
         from workers import demo_models  # imports this module
@@ -94,10 +97,13 @@ def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
     if folder.is_dir():
         return folder.resolve()
     if folder.exists():
-        raise _refused(name, "is a file", "give the folder that holds its config.json")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", name):
+        if folder.suffix != GGUF_SUFFIX:
+            raise _refused(name, "is a file", "give the folder that holds its config.json, or a *.gguf file")
+        return folder.absolute()  # not resolved: the hub's cache links to files without a suffix
+    if name.endswith(GGUF_SUFFIX) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", name):
         demos = ", ".join(f"'{demo}'" for demo in DEMO_NAMES)
-        raise _refused(name, "does not exist", f"give a local folder, a hub id 'org/name' or one of {demos}")
+        sources = f"a local folder or *.gguf file, a hub id 'org/name' or one of {demos}"
+        raise _refused(name, "does not exist", f"give {sources}")
     return _fetch_from_hub(name, progress)
 
 
@@ -172,10 +178,14 @@ def _hub_answers(repository: str, revision: str) -> bool:
 def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
     """Check a checkpoint's files and tell what they say. A target needs a tokenizer, a draft may lack it.
 
-    Raises ModelRefused for what is missing or damaged, for code and pickles, and for kinds of model whose
-    cache cannot be cut back or whose logits depend on other rows of the batch.
+    `folder` may be a GGUF file. Raises ModelRefused for what is missing or damaged, for code and pickles, and
+    for kinds of model whose cache cannot be cut back or whose logits depend on other rows of the batch.
     """
-    config = _read_json(folder / "config.json")
+    if folder.suffix == GGUF_SUFFIX and folder.is_file():
+        from workers.gguf_checkpoints import check_gguf  # imports this module
+
+        return check_gguf(folder, role=role)
+    config = read_json(folder / "config.json")
     _refuse_code(folder, config)
     if fault := why_unfit(config):
         raise _refused(folder, fault, f"choose {FITTING}")
@@ -183,14 +193,14 @@ def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
 
     tokenizer_fingerprint = ""
     if (folder / "tokenizer.json").exists():
-        tokenizer_fingerprint = fingerprint(_read_json(folder / "tokenizer.json"))
+        tokenizer_fingerprint = fingerprint(read_json(folder / "tokenizer.json"))
     elif role == "target":
         raise _refused(folder, *_NO_TOKENIZER)
 
     vocab_size = _size(folder, text_config, "vocab_size")
     num_heads = _size(folder, text_config, "num_attention_heads", "n_head", "n_heads")
     hidden_size = _size(folder, text_config, "hidden_size", "n_embd", "d_model")
-    sizes = [_tensor_sizes(folder, shard) for shard in _weight_files(folder)]
+    sizes = [_tensor_sizes(folder, shard) for shard in weight_files(folder)]
     return CheckpointInfo(
         folder=folder,
         model_type=str(config.get("model_type", "")),
@@ -212,18 +222,18 @@ def _refuse_code(folder: Path, config: Json) -> None:
     if "auto_map" in config:
         problem = "brings code of its own (auto_map in config.json)"
         raise _refused(folder, problem, f"choose {FITTING}")
-    if tokenizer_config.exists() and "auto_map" in _read_json(tokenizer_config):
+    if tokenizer_config.exists() and "auto_map" in read_json(tokenizer_config):
         problem = "brings code of its own (auto_map in tokenizer_config.json)"
         raise _refused(folder, problem, "save it with a fast tokenizer")
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights, in order; each of them exists."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if index.exists():
-        shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
         for shard in shards:
             if Path(shard).name != shard or not (folder / shard).exists():
                 raise _refused(folder, f"lacks {shard}, which {index.name} names", "fetch the model again")
@@ -262,7 +272,7 @@ def _size(folder: Path, config: Json, *names: str, default: int | None = None) -
 
 def _end_token_ids(folder: Path, config: Json) -> tuple[int, ...]:
     generation_config = folder / "generation_config.json"
-    ids = _read_json(generation_config).get("eos_token_id") if generation_config.exists() else None
+    ids = read_json(generation_config).get("eos_token_id") if generation_config.exists() else None
     ids = config.get("eos_token_id") if ids is None else ids
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     return tuple(int(id_) for id_ in ids)
@@ -272,7 +282,7 @@ def _output_ids(folder: Path, vocab_size: int) -> tuple[int, ...] | None:
     vocabulary = folder / "vocabulary.json"
     if not vocabulary.exists():
         return None
-    ids = _read_json(vocabulary, kind=list)
+    ids = read_json(vocabulary, kind=list)
     if not ids or ids != sorted({id_ for id_ in ids if type(id_) is int and 0 <= id_ < vocab_size}):
         problem = f"has a vocabulary.json that is not an ascending list of ids from 0 to {vocab_size - 1}"
         raise _refused(folder, problem, "write it anew, or remove it to use the whole vocabulary")
@@ -291,12 +301,13 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo) -> None:
         problem = f"has no tokenizer.json, and vocab_size {draft.vocab_size} against {target.vocab_size}"
         raise _refused(draft.folder, problem, "choose a draft with the target's tokenizer")
     if draft.tokenizer_fingerprint not in ("", target.tokenizer_fingerprint):
-        ours, theirs = (_read_json(info.folder / "tokenizer.json") for info in (draft, target))
+        ours, theirs = (read_json(info.folder / "tokenizer.json") for info in (draft, target))
         problem = f"does not fit target {str(target.folder)!r}: {difference(ours, theirs)}"
         raise _refused(draft.folder, problem, "choose a draft with the target's tokenizer")
 
 
-def _read_json(file: Path, kind: type = dict) -> Any:
+def read_json(file: Path, kind: type = dict) -> Any:
+    """A model's JSON file, which must hold an object, or a `kind`. Raises ModelRefused."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

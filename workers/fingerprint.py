@@ -33,16 +33,20 @@ def difference(draft: Json, target: Json) -> str:
     return f"their tokenizers have the same tokens, but differ in {' and '.join(parts)}"
 
 
-def _meaning(tokenizer: Json) -> Json:
-    """The parts that count, in one form. Left out: the matching of added tokens, padding, truncation."""
-    model = tokenizer.get("model") or {}
-    vocabulary = model.get("vocab") or {}
+def tokens_by_id(tokenizer: Json) -> dict[int, str]:
+    """Each id's token, added tokens included."""
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # unigram: [token, score] in the order of ids
         vocabulary = {entry[0]: id_ for id_, entry in enumerate(vocabulary)}
     tokens = {id_: token for token, id_ in vocabulary.items()}
-    tokens |= {added["id"]: added["content"] for added in tokenizer.get("added_tokens") or ()}
+    return tokens | {added["id"]: added["content"] for added in tokenizer.get("added_tokens") or ()}
+
+
+def _meaning(tokenizer: Json) -> Json:
+    """The parts that count, in one form. Left out: the matching of added tokens, padding, truncation."""
+    model = tokenizer.get("model") or {}
     return {
-        "vocabulary": tokens,
+        "vocabulary": tokens_by_id(tokenizer),
         # Older files write a pair as one string; a space is in no token of theirs.
         "merges": [
             merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()
