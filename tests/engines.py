@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.tiny_gguf import save_gguf
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
+from workers.decoder_model import DecoderModel
 from workers.language_model import Feed, LanguageModel
 from workers.transformers_model import TransformersModel
 
@@ -62,6 +63,11 @@ def transformers_pair(model: PreTrainedModel, **options: Any) -> Pair:
     return Pair(copy.deepcopy(model), TransformersModel(model, **SIZES | options))
 
 
+def decoder_pair(model: PreTrainedModel, **options: Any) -> Pair:
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Pair(model, DecoderModel(model.config.to_dict(), tensors, **SIZES | options))
+
+
 def llama_cpp_pair(model: PreTrainedModel, **options: int) -> Pair:
     """Skips the test where llama.cpp is not installed."""
     pytest.importorskip("llama_cpp", reason="the extra 'llama' is not installed")
@@ -81,9 +87,14 @@ def _over(pair_of: MakePair, family: str, **changes: Any) -> MakePair:
 
 ENGINES: dict[str, MakePair] = {
     **{f"transformers, {family}": _over(transformers_pair, family) for family in FAMILIES},
+    **{f"decoder, {family}": _over(decoder_pair, family) for family in ("llama", "mistral", "qwen3")},
     "llama.cpp, llama": _over(llama_cpp_pair, "llama"),
     "llama.cpp, qwen3": _over(llama_cpp_pair, "qwen3"),
     "llama.cpp, gemma3": _over(llama_cpp_pair, "gemma3", query_pre_attn_scalar=8),  # its own is 1/sqrt(D)
 }
-WINDOWED = ["transformers, mistral", "transformers, gemma3", "llama.cpp, gemma3"]
-ONE_EACH = ["transformers, llama", "llama.cpp, llama"]  # where the architecture is of no account
+WINDOWED = ["transformers, mistral", "transformers, gemma3", "decoder, mistral", "llama.cpp, gemma3"]
+ONE_EACH = [
+    "transformers, llama",
+    "decoder, llama",
+    "llama.cpp, llama",
+]  # where the architecture is of no account

@@ -22,7 +22,7 @@ from tests.pipelines import generate, pipeline
 from tests.tiny_models import END_ID, save_tiny
 from workers.baseline import Baseline
 from workers.baseline_tasks import BaselineModels, BaselineTask, GapTask
-from workers.transformers_model import TransformersModel
+from workers.engine import load_model
 
 PROMPT = tuple(b"a question")
 LOADING_SECONDS = 300.0
@@ -52,7 +52,7 @@ async def test_greedy_texts_are_those_of_the_engine(target: Path, other: Path) -
     """All three ways to write them, on other code each."""
     baseline = Baseline(BaselineModels(target=target, assistant=other, num_threads=1))
     plain, assisted = baseline.write(_plain(24)), baseline.write(_assisted(24))
-    models = [TransformersModel.load(folder, num_slots=1, max_length=64) for folder in (target, other)]
+    models = [load_model(folder, num_slots=1, max_length=64) for folder in (target, other)]
     async with pipeline(*models, num_draft_tokens=2) as running:
         ours = await generate(
             running.stub, list(PROMPT), max_tokens=24, temperature=0.0, ignore_end_tokens=True

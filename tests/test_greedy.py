@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines import generate, pipeline
 from tests.prompts import first_questions
-from workers.transformers_model import TransformersModel
+from workers.engine import load_model
 
 NUM_TOKENS = 64
 NEAR_TIE = 1e-3  # between the two best logits: kernels for other batch sizes may order them otherwise
@@ -48,9 +48,7 @@ async def test_greedy_text_equals_generate_up_to_near_ties(demo_target: Path, de
 
 async def _ours(target: Path, draft: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
     length = max(map(len, prompts)) + NUM_TOKENS
-    models = [
-        TransformersModel.load(folder, num_slots=BATCH, max_length=length) for folder in (target, draft)
-    ]
+    models = [load_model(folder, num_slots=BATCH, max_length=length) for folder in (target, draft)]
     async with pipeline(*models, end_token_ids=(END,), num_draft_tokens=3) as running:
         generated = await asyncio.gather(
             *(

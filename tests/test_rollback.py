@@ -14,6 +14,7 @@ import pytest
 from protos.inference_pb2 import ORIGIN_ACCEPTED
 from tests.pipelines import generate, pipeline
 from tests.tiny_models import save_tiny, tiny_llama
+from workers.engine import load_model
 from workers.language_model import Feed
 from workers.transformers_model import TransformersModel
 
@@ -41,13 +42,10 @@ async def test_after_any_rounds_both_caches_equal_a_fresh_prefill(
 ) -> None:
     """Several sessions of other lengths and settings; then each slot's next logits are its tokens' own."""
     target, draft = (
-        TransformersModel.load(save_tiny(tmp_path / str(seed), family, seed=seed), num_slots=4, max_length=96)
+        load_model(save_tiny(tmp_path / str(seed), family, seed=seed), num_slots=4, max_length=96)
         for seed in (0, 1)
     )
-    fresh = [
-        TransformersModel.load(tmp_path / str(seed), num_slots=1, max_length=96, num_threads=1)
-        for seed in (0, 1)
-    ]
+    fresh = [load_model(tmp_path / str(seed), num_slots=1, max_length=96, num_threads=1) for seed in (0, 1)]
     rng = random.Random(family)
     async with pipeline(target, draft, num_draft_tokens=3) as running:
         assert running.draft is not None

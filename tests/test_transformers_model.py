@@ -1,6 +1,5 @@
 """What is the transformers engine's own: loading, heads, refusals. `test_language_model` has the rest."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers import (
 )
 
 from tests.engines import MAX_LENGTH, NUM_SLOTS, plain_logits, same, some, transformers_pair
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, save_tiny, tiny_gemma3, tiny_llama, tiny_qwen3
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_gemma3, tiny_llama, tiny_qwen3
 from workers.checkpoints import ModelRefused
 from workers.language_model import Feed
 from workers.transformers_model import TransformersModel
@@ -214,46 +213,6 @@ def test_an_architecture_that_does_not_fit_is_refused(
         TransformersModel(build().eval(), num_slots=2, max_length=32)
 
 
-def test_a_folder_is_loaded_with_its_output_ids(tmp_path: Path, draw: random.Random) -> None:
-    save_tiny(tmp_path, "qwen3", seed=3)
-    tokens = some(draw, 10)
-    expected = plain_logits(tiny_qwen3(seed=3), tokens)
-    whole = TransformersModel.load(tmp_path, num_slots=2, max_length=32)
-    same(whole.forward([Feed(0, 0, tokens, 10)])[0], expected)
-    (tmp_path / "vocabulary.json").write_text(json.dumps([1, 5, 9]))
-    reduced = TransformersModel.load(tmp_path, num_slots=2, max_length=32)
-    same(reduced.forward([Feed(0, 0, tokens, 10)])[0], expected[:, [1, 5, 9]])
-
-
-def test_a_lower_precision_can_be_asked_for(tmp_path: Path, draw: random.Random) -> None:
-    engine = TransformersModel.load(save_tiny(tmp_path), num_slots=2, max_length=32, dtype=torch.bfloat16)
-    tokens = some(draw, 10)
-    logits = engine.forward([Feed(0, 0, tokens, 10)])[0]
-    assert logits.dtype == np.float32
-    np.testing.assert_allclose(logits, plain_logits(tiny_llama(), tokens), rtol=0, atol=0.5)
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelRefused, match=r"holds no config\.json"):
-        TransformersModel.load(tmp_path / "nowhere", num_slots=1, max_length=8)
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(tiny_llama().state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelRefused, match="safetensors"):
-        TransformersModel.load(tmp_path, num_slots=1, max_length=8)
-
-
-def test_weights_that_lack_a_layer_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ModelRefused, match=r"lacks 9 weights, the first is model\.layers\.2"):
-        TransformersModel.load(tmp_path, num_slots=1, max_length=8)
-
-
 @pytest.mark.demo
 def test_the_demo_target_gets_its_own_logits_for_a_real_prompt(demo_target: Path) -> None:
     text = (
@@ -266,14 +225,3 @@ def test_the_demo_target_gets_its_own_logits_for_a_real_prompt(demo_target: Path
     engine.forward([Feed(1, 0, tokens[:11], 0), Feed(0, 0, tokens[5:20], 0)])
     logits = engine.forward([Feed(0, 15, tokens[:4], 4), Feed(1, 11, tokens[11:], len(tokens) - 11)])
     np.testing.assert_allclose(logits[1], expected[11:], rtol=0, atol=1e-3)
-
-
-def test_ids_that_pad_the_vocabulary_are_neither_scored_nor_taken(tmp_path: Path) -> None:
-    """A padded head gives its padding a probability; drawn, it would be no text at all."""
-    folder = save_tiny(tmp_path / "padded", vocab_size=VOCAB_SIZE + 12)
-    engine = TransformersModel.load(folder, num_slots=1, max_length=8)
-    assert engine.vocab_size == VOCAB_SIZE
-    (logits,) = engine.forward([Feed(0, 0, [1, 2], 2)])
-    assert logits.shape == (2, VOCAB_SIZE)
-    with pytest.raises(ValueError, match=f"token {VOCAB_SIZE} of slot 0 is not in"):
-        engine.forward([Feed(0, 0, [VOCAB_SIZE], 1)])

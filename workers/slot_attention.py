@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from workers.checkpoints import ModelRefused
+from workers.feeds import wanted_rows
 from workers.language_model import Feed
 
 # Keywords of an attention call that say nothing about its result. Any other that is set is refused.
@@ -30,12 +31,7 @@ class Pass:
 
     def wanted(self) -> torch.Tensor:
         """The packed rows whose logits are wanted, in order."""
-        rows: list[int] = []
-        end = 0
-        for feed in self._feeds:
-            end += len(feed.tokens)
-            rows += range(end - feed.num_logits, end)
-        return torch.tensor(rows, dtype=torch.long, device=self._device)
+        return torch.tensor(wanted_rows(self._feeds), dtype=torch.long, device=self._device)
 
     def spans(self, window: int | None) -> list[tuple[slice, int, slice, torch.Tensor | None]]:
         """For each feed its rows, slot, the held positions that they see, and a mask where not all see all.

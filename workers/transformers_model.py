@@ -11,7 +11,6 @@ T tokens of a feed, C logit columns, V vocabulary.
 """
 
 import inspect
-import json
 import weakref
 from collections.abc import Sequence
 from itertools import count
@@ -21,10 +20,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from workers.checkpoints import ModelRefused
+from workers.feeds import HeldPositions, checked_output_ids, split_logits
 from workers.language_model import Feed, Logits
 from workers.slot_attention import Pass, SlotAttention
 
@@ -59,15 +58,12 @@ class TransformersModel:
         self._model, self._name = model.eval(), type(model).__name__
         self._config = model.config.get_text_config()
         self._vocab_size = min(int(self._config.vocab_size), vocab_size or int(self._config.vocab_size))
-        for field, value in (("num_slots", num_slots), ("max_length", max_length)):
-            if value < 1:
-                raise ValueError(f"{field} {value} is below 1")
         limit = getattr(self._config, "max_position_embeddings", None)
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length {max_length} exceeds the {limit} positions of {self._name}")
         self._num_slots, self._max_length = num_slots, max_length
-        self._output_ids = None if output_ids is None else _checked_ids(output_ids, self._vocab_size)
-        self._held = [0] * num_slots  # positions that each slot holds
+        self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
+        self._positions = HeldPositions(num_slots, max_length, self._vocab_size)
         self._attention = SlotAttention(self._name, num_slots, max_length)
 
         _refuse_by_declaration(model)
@@ -83,19 +79,14 @@ class TransformersModel:
         *,
         num_slots: int,
         max_length: int,
-        num_threads: int | None = None,
+        output_ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Self:
-        """Load a folder of safetensors; ModelRefused says why one does not fit.
-
-        A `vocabulary.json` in the folder, a list of ids, is the `output_ids`; a `tokenizer.json` tells where
-        the padding of the vocabulary begins. `num_threads` is torch's, for the whole process.
-        """
+        """Load a folder of safetensors; ModelRefused says why one does not fit."""
         if not (folder / "config.json").is_file():
             raise ModelRefused(f"folder {folder} holds no config.json")
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -110,14 +101,12 @@ class TransformersModel:
         model, report = loaded
         if missing := sorted(report["missing_keys"]):  # transformers would go on with random ones
             raise ModelRefused(f"folder {folder} lacks {len(missing)} weights, the first is {missing[0]}")
-        vocabulary = folder / "vocabulary.json"
-        output_ids = json.loads(vocabulary.read_text()) if vocabulary.is_file() else None
         return cls(
             model.to(device),
             num_slots=num_slots,
             max_length=max_length,
             output_ids=output_ids,
-            vocab_size=_num_tokens(folder),
+            vocab_size=vocab_size,
         )
 
     @property
@@ -146,46 +135,12 @@ class TransformersModel:
 
     def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
         """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
-        self._validate(feeds)
-        if not feeds:
-            return []
-        for feed in feeds:  # a pass that fails leaves held what it did not touch
-            self._held[feed.slot] = feed.start
-        logits = self._run(feeds)
-        for feed in feeds:
-            self._held[feed.slot] = feed.start + len(feed.tokens)
-        return np.split(logits, np.cumsum([feed.num_logits for feed in feeds])[:-1])
+        with self._positions.feeding(feeds):
+            return split_logits(self._run(feeds), feeds) if feeds else []
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
-        self._validate_slot(slot)
-        if length < 0:
-            raise ValueError(f"length {length} of slot {slot} is below 0")
-        self._held[slot] = min(self._held[slot], length)
-
-    def _validate_slot(self, slot: int) -> None:
-        if not 0 <= slot < self._num_slots:
-            raise ValueError(f"slot {slot} is not in 0..{self._num_slots - 1}")
-
-    def _validate(self, feeds: Sequence[Feed]) -> None:
-        slots = set()
-        for feed in feeds:
-            slot, start, num_tokens = feed.slot, feed.start, len(feed.tokens)
-            self._validate_slot(slot)
-            if slot in slots:
-                raise ValueError(f"slot {slot} is fed twice, a pass feeds a slot at most once")
-            slots.add(slot)
-            held = self._held[slot]
-            if not 0 <= start <= held:
-                raise ValueError(f"start {start} of slot {slot} is not in 0..{held}, what the slot holds")
-            if not 1 <= num_tokens <= self._max_length - start:
-                room = f"1..{self._max_length - start} (max_length {self._max_length})"
-                raise ValueError(f"{num_tokens} tokens of slot {slot} from start {start} are not in {room}")
-            if not 0 <= feed.num_logits <= num_tokens:
-                raise ValueError(f"num_logits {feed.num_logits} of slot {slot} is not in 0..{num_tokens}")
-            for token in (min(feed.tokens), max(feed.tokens)):
-                if not 0 <= token < self._vocab_size:
-                    raise ValueError(f"token {token} of slot {slot} is not in 0..{self._vocab_size - 1}")
+        self._positions.truncate(slot, length)
 
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`; the head runs on these rows only."""
@@ -267,24 +222,6 @@ class TransformersModel:
             if window != expected:
                 words = f"layer {layer} attends with window {window}, configured is {expected}"
                 raise ModelRefused(f"{self._name} does not fit: {words}")
-
-
-def _num_tokens(folder: Path) -> int | None:
-    """The largest id that the folder's tokenizer knows, plus one; None without a tokenizer."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    return max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()) + 1
-
-
-def _checked_ids(output_ids: Sequence[int] | NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    ids = np.array(output_ids, dtype=np.int64)
-    if ids.ndim != 1 or not len(ids):
-        raise ValueError(f"output_ids of shape {ids.shape} is not a list of at least 1 id")
-    if ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) < 1).any():
-        raise ValueError(f"output_ids from {ids[0]} to {ids[-1]} do not ascend within 0..{vocab_size - 1}")
-    ids.flags.writeable = False
-    return ids
 
 
 def _refuse_by_declaration(model: PreTrainedModel) -> None:

@@ -1,0 +1,134 @@
+"""The lean decoder computes what transformers computes, in every form its configurations can take."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from tests.engines import decoder_pair, same, some
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_llama
+from workers.decoder_config import NotADecoder
+from workers.decoder_model import DecoderModel
+from workers.language_model import Feed
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "every head its own keys": ("llama", {"num_key_value_heads": 4}),
+    "one head of keys": ("llama", {"num_key_value_heads": 1}),
+    "heads narrower than hidden": ("llama", {"head_dim": 4}),
+    "no window": ("mistral", {"sliding_window": None}),
+    "some layers slide": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "window switched off": ("qwen3", {"use_sliding_window": False, "sliding_window": 5}),
+}
+
+
+def with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers starts them at zero, and norms at one."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def ragged_passes_agree(model: PreTrainedModel) -> None:
+    pair, draw = decoder_pair(with_random_biases(model)), random.Random(7)
+    prompts = [some(draw, 17 + slot) for slot in range(4)]
+    expected = [pair.expected(prompt) for prompt in prompts]
+    for cuts in ([3, 3, 3, 3], [1, 5, 1, 16], [12, 12, 2, 2]):
+        pair.engine.forward([Feed(slot, 0, prompts[slot][:cut], 0) for slot, cut in enumerate(cuts)])
+        for width in (1, 3):  # as drafts are: the same number of rows in some slots
+            feeds = [Feed(s, cut, prompts[s][cut : cut + width], width) for s, cut in enumerate(cuts)]
+            for feed, logits in zip(feeds, pair.engine.forward(feeds[::-1])[::-1], strict=True):
+                same(logits, expected[feed.slot][feed.start : feed.start + len(feed.tokens)])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_gets_transformers_logits(variant: str) -> None:
+    family, changes = VARIANTS[variant]
+    ragged_passes_agree(FAMILIES[family](seed=2, **changes))
+
+
+def test_qwen2_gets_transformers_logits() -> None:
+    config = tiny_llama().config.to_dict()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    kept = {name: config[name] for name in (*sizes, "num_key_value_heads", "max_position_embeddings")}
+    torch.manual_seed(0)
+    ragged_passes_agree(Qwen2ForCausalLM(Qwen2Config(**kept, initializer_range=0.3)).eval())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type is 'gemma3'"),
+        ({"logit_scale": 0.5}, "logit_scale is not known"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"sliding_window": 8}, "sliding_window is set"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types is set"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": LINEAR | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor .* not known"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor .* is None"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, "rope_theta .* is None"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
+        ({"num_hidden_layers": 1}, "9 weights are left over, the first is model.layers.1"),
+        ({"num_hidden_layers": 3}, "model.layers.2.* is missing"),
+        ({"hidden_size": 64, "head_dim": 8}, "has shape"),
+        ({"tie_word_embeddings": False}, None),
+    ],
+)
+def test_what_is_not_certain_is_left_to_transformers(change: dict[str, Any], message: str | None) -> None:
+    model = tiny_llama()
+    tensors = dict(copy.deepcopy(model).state_dict())
+    config = model.config.to_dict() | change
+    if message is None:
+        DecoderModel(config, tensors, num_slots=1, max_length=8)
+        assert not tensors, "the weights are taken"
+        return
+    with pytest.raises(NotADecoder, match=message):
+        DecoderModel(config, tensors, num_slots=1, max_length=8)
+
+
+def test_rotary_parameters_are_read_as_older_files_write_them() -> None:
+    model = tiny_llama(rope_parameters=LLAMA3)
+    config = model.config.to_dict()
+    config.pop("rope_parameters")
+    old = {name: value for name, value in LLAMA3.items() if name not in ("rope_type", "rope_theta")}
+    config |= {"rope_theta": 500000.0, "rope_scaling": old | {"type": "llama3"}}
+    engine = DecoderModel(config, dict(model.state_dict()), num_slots=1, max_length=48)
+    tokens = some(random.Random(7), 40)
+    same(engine.forward([Feed(0, 0, tokens, 40)])[0], decoder_pair(model).expected(tokens))
+
+
+def test_numbers_that_are_not_finite_do_not_outlive_their_session() -> None:
+    """Masked positions are multiplied by zero, and zero times NaN is NaN."""
+    model = tiny_llama()
+    spoilt = VOCAB_SIZE - 1
+    model.model.embed_tokens.weight.data[spoilt] = torch.nan
+    pair, draw = decoder_pair(model), random.Random(7)
+    prompts = [some(draw, 5), some(draw, 20)]
+    prompts = [[token % spoilt for token in prompt] for prompt in prompts]
+    bad = pair.engine.forward([Feed(0, 0, [1, 2, 3, 4, 5, 6, 7, spoilt], 1)])[0]
+    assert np.isnan(bad).all()
+    pair.engine.truncate(0, 0)
+    pair.engine.forward([Feed(slot, 0, prompt[:-1], 0) for slot, prompt in enumerate(prompts)])
+    logits = pair.engine.forward([Feed(s, len(p) - 1, p[-1:], 1) for s, p in enumerate(prompts)])
+    for prompt, row in zip(prompts, logits, strict=True):
+        same(row, pair.expected(prompt, 1))

@@ -1,0 +1,33 @@
+"""Every form of a product gives the plain product; the fastest form is one of them."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from workers.products import Form, fastest_form, packed, plain, weight_major
+
+
+@pytest.mark.parametrize("form", [plain, packed, weight_major])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 130])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_form_gives_the_plain_product(form: Form, num_rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 32), torch.randn(num_rows, 32)
+    bias = torch.randn(48) if has_bias else None
+    with torch.inference_mode():
+        product = form(weight, bias)(x)
+    torch.testing.assert_close(product, linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_a_form_is_chosen_for_float32_on_a_cpu_only() -> None:
+    weight = torch.randn(32, 32)
+    assert fastest_form([weight]) in (plain, packed, weight_major)
+    assert fastest_form([weight.bfloat16()]) is plain
+
+
+def test_a_form_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing)
+    assert fastest_form([torch.randn(32, 32)]) in (plain, weight_major)

@@ -1,0 +1,110 @@
+"""The forward pass of a Llama-like decoder over packed rows, with nothing in it that a pass does not need.
+
+Knows the arithmetic of a layer. Does not know files, sessions, or who wants which logits. Projections that
+read the same input are one product; attention reads the slots where they stand; the head runs on wanted rows
+only.
+
+N rows of a pass, H heads, G KV heads, D head dimension, C logit columns, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, rms_norm, silu
+
+from workers.decoder_config import DecoderConfig
+from workers.decoder_weights import LayerWeights, read_weights
+from workers.products import Form, Product, fastest_form
+from workers.slot_cache import Places, SlotCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Tensor  # [hidden]
+    queries_keys_values: Product  # -> [N, (H + 2G) * D]
+    query_norm: Tensor | None  # [D]
+    key_norm: Tensor | None  # [D]
+    output: Product  # -> [N, hidden]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Product  # -> [N, 2 * intermediate]
+    down: Product  # -> [N, hidden]
+    window: int | None
+
+    @classmethod
+    def build(cls, weights: LayerWeights, form: Form, window: int | None) -> "_Layer":
+        return cls(
+            attention_norm=weights.attention_norm,
+            queries_keys_values=form(*weights.queries_keys_values),
+            query_norm=weights.query_norm,
+            key_norm=weights.key_norm,
+            output=form(*weights.output),
+            mlp_norm=weights.mlp_norm,
+            gate_up=form(*weights.gate_up),
+            down=form(*weights.down),
+            window=window,
+        )
+
+
+class Decoder:
+    """A stack of layers with its embedding and head. Pure arithmetic: the slots are given to each pass."""
+
+    def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor], rows: slice | Tensor) -> None:
+        """Take the weights out of `tensors`: see `read_weights`. `rows` of the head are computed."""
+        self.config = config
+        weights = read_weights(config, tensors)
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        form = fastest_form([product[0] for layer in weights.layers for product in layer.products])
+        self._layers = []
+        for window in config.windows:  # a layer's stored form goes before the next one is brought into form
+            self._layers.append(_Layer.build(weights.layers.pop(0), form, window))
+        self._head = form(weights.head[rows], None)
+        self._cos, self._sin = _rotations(config, self.dtype, self.device)
+
+    def logits(self, places: Places, wanted: Tensor, cache: SlotCache) -> Tensor:
+        """Run the rows of a pass and write their keys and values; the logits `[wanted, C]` of some rows."""
+        x = embedding(places.tokens, self._embedding)
+        cos, sin = self._cos[places.positions], self._sin[places.positions]  # [N, 1, D]
+        for index, layer in enumerate(self._layers):
+            x = self._attention(layer, index, x, cos, sin, places, cache)
+            x += layer.down(_gated(layer.gate_up(self._normed(x, layer.mlp_norm))))
+        return self._head(self._normed(x[wanted], self._norm))
+
+    def _attention(
+        self, layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, places: Places, cache: SlotCache
+    ) -> Tensor:
+        config = self.config
+        num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
+        heads = layer.queries_keys_values(self._normed(x, layer.attention_norm)).view(
+            len(x), -1, config.head_dim
+        )
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads[:, :num_heads] = self._normed(heads[:, :num_heads], layer.query_norm)
+            heads[:, num_heads:num_rotated] = self._normed(heads[:, num_heads:num_rotated], layer.key_norm)
+        rotated = heads[:, :num_rotated]
+        turned = rotated.roll(config.head_dim // 2, -1)
+        rotated.mul_(cos).addcmul_(turned, sin)
+        cache.write(index, heads[:, num_heads:], places)
+        return x + layer.output(cache.attend(index, heads[:, :num_heads], places, layer.window))
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def _rotations(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin `[max_length, 1, D]` of each position's angles.
+
+    A head's halves are the two coordinates, as in the checkpoints: rotating is x * cos + roll(x, D/2) * sin
+    with the first half of sin negated.
+    """
+    frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    pairs = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+    return tuple(x[:, None].to(device=device, dtype=dtype) for x in pairs)  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""A Llama-like decoder behind `LanguageModel`: read straight from safetensors, without transformers.
+
+Knows folders of safetensors and how a pass is put together. A configuration that is not certain to mean what
+`workers.decoder` computes is refused with NotADecoder, for the general engine to take.
+
+C logit columns, V vocabulary.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from workers.checkpoints import ModelRefused, weight_files
+from workers.decoder import Decoder
+from workers.decoder_config import DecoderConfig, Json
+from workers.feeds import HeldPositions, checked_output_ids, split_logits, wanted_rows
+from workers.language_model import Feed, Logits
+from workers.slot_cache import Places, SlotCache, in_call_order
+
+
+class DecoderModel:
+    """`LanguageModel` over `Decoder`. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        config: Json,
+        tensors: dict[str, Tensor],
+        *,
+        num_slots: int,
+        max_length: int,
+        output_ids: Sequence[int] | NDArray[np.int64] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Take the weights out of `tensors`. Raises NotADecoder; ValueError for a bad size or output id.
+
+        `config` is a config.json. `vocab_size` leaves out the ids from there on, with which a model pads
+        its vocabulary.
+        """
+        shape = DecoderConfig.read(config)
+        self._vocab_size = min(shape.vocab_size, vocab_size or shape.vocab_size)
+        if max_length > shape.max_length:
+            raise ValueError(f"max_length {max_length} exceeds the {shape.max_length} positions of the model")
+        self._positions = HeldPositions(num_slots, max_length, self._vocab_size)
+        self._num_slots, self._max_length = num_slots, max_length
+        self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
+        columns = slice(self._vocab_size) if self._output_ids is None else torch.tensor(self._output_ids)
+        self._decoder = Decoder(shape, tensors, columns)
+        self._cache = SlotCache(
+            shape.num_layers,
+            num_slots,
+            shape.num_kv_heads,
+            max_length,
+            shape.head_dim,
+            dtype=self._decoder.dtype,
+            device=self._decoder.device,
+        )
+        self._heads_per_kv_head = shape.num_heads // shape.num_kv_heads
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        num_slots: int,
+        max_length: int,
+        output_ids: Sequence[int] | None = None,
+        vocab_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Self:
+        """Load a folder of safetensors. Raises NotADecoder, and ModelRefused for damaged files."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        DecoderConfig.read(config)  # before any weight is read
+        tensors: dict[str, Tensor] = {}
+        for file in weight_files(folder):
+            try:
+                tensors |= {name: x.to(dtype) for name, x in load_file(file, device=device).items()}
+            except (SafetensorError, OSError) as error:
+                raise ModelRefused(f"folder {folder} does not load: {file.name}: {error}") from error
+        return cls(
+            config,
+            tensors,
+            num_slots=num_slots,
+            max_length=max_length,
+            output_ids=output_ids,
+            vocab_size=vocab_size,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids are 0..V-1."""
+        return self._vocab_size
+
+    @property
+    def output_ids(self) -> NDArray[np.int64] | None:
+        """[C] ascending ids that the C logit columns stand for, or None when C = V and column i is id i."""
+        return self._output_ids
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences can be held at once."""
+        return self._num_slots
+
+    @property
+    def max_length(self) -> int:
+        """How many positions a slot can hold."""
+        return self._max_length
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
+        """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
+        with self._positions.feeding(feeds):
+            if not feeds:
+                return []
+            order = in_call_order(feeds)
+            ordered = [feeds[i] for i in order]
+            rows = split_logits(self._run(ordered), ordered)
+        logits: list[Logits] = [rows[0]] * len(feeds)
+        for i, row in zip(order, rows, strict=True):
+            logits[i] = row
+            if not np.isfinite(row).all():
+                self._cache.scrub(feeds[i].slot, feeds[i].start)
+        return logits
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
+        self._positions.truncate(slot, length)
+
+    def _run(self, feeds: Sequence[Feed]) -> Logits:
+        """Logits of all wanted rows of the pass, `[rows, C]`."""
+        decoder = self._decoder
+        with torch.inference_mode():
+            places = Places(feeds, self._heads_per_kv_head, decoder.dtype, decoder.device)
+            wanted = torch.tensor(wanted_rows(feeds), dtype=torch.long, device=decoder.device)
+            return np.asarray(decoder.logits(places, wanted, self._cache).float().cpu().numpy())

@@ -1,0 +1,166 @@
+"""Keys and values of numbered slots, and the attention of a pass over them.
+
+Knows torch; not the model's weights, nor which tokens the slots stand for. Nothing is copied, joined or
+padded to attend: a slot's keys stand in one block, and neighbouring slots that are fed alike are one call on
+a view of their blocks.
+
+N rows of a pass, T rows of a feed, H heads, G KV heads, R = H/G, D head dimension, S positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from workers.language_model import Feed
+
+# Slots that are fed alike share a call while that costs fewer than this many idle positions: about what
+# a call of its own costs (50 us against some 80 ns to read a position's keys and values of one layer).
+_CALL_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring slots that feed the same number of rows each: one call a layer."""
+
+    rows: slice  # of the pass
+    slots: slice
+    num_rows: int  # T, of each slot
+    starts: tuple[int, ...]  # the first position of each slot's rows
+
+    @property
+    def end(self) -> int:
+        """S: one past the last position that any row sees."""
+        return max(self.starts) + self.num_rows
+
+
+def runs_of(feeds: Sequence[Feed]) -> list[Run]:
+    """The calls for feeds that are ordered as `in_call_order` does."""
+    runs: list[Run] = []
+    row = 0
+    for feed in feeds:
+        num_rows = len(feed.tokens)
+        run = Run(slice(row, row + num_rows), slice(feed.slot, feed.slot + 1), num_rows, (feed.start,))
+        if runs and (joined := _joined(runs[-1], run)):
+            runs[-1] = joined
+        else:
+            runs.append(run)
+        row += num_rows
+    return runs
+
+
+def in_call_order(feeds: Sequence[Feed]) -> list[int]:
+    """Indices of the feeds such that those which can share a call are neighbours."""
+    return sorted(range(len(feeds)), key=lambda i: (len(feeds[i].tokens), feeds[i].slot))
+
+
+def _joined(before: Run, run: Run) -> Run | None:
+    if before.num_rows != run.num_rows or before.slots.stop != run.slots.start:
+        return None
+    starts = before.starts + run.starts
+    both = Run(
+        slice(before.rows.start, run.rows.stop),
+        slice(before.slots.start, run.slots.stop),
+        run.num_rows,
+        starts,
+    )
+    idle = len(starts) * both.end - len(before.starts) * before.end - run.end
+    return both if idle <= _CALL_POSITIONS else None
+
+
+class SlotCache:
+    """[num_slots, 2G, max_length, D] a layer: keys, then values. Pages that nothing touched cost nothing."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Zeros, since masked positions are multiplied by zero and must be finite."""
+        shape = (num_slots, 2 * num_kv_heads, max_length, head_dim)
+        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+
+    def write(self, layer: int, keys_values: Tensor, places: "Places") -> None:
+        """Put keys and values `[N, 2G, D]` of one layer where the rows of the pass belong."""
+        cache = self._layers[layer]
+        if places.only is not None:  # one slot: a copy of a block, several times faster than scattering
+            slot, positions = places.only
+            cache[slot, :, positions] = keys_values.transpose(0, 1)
+        else:
+            cache[places.slots, :, places.positions] = keys_values
+
+    def attend(self, layer: int, queries: Tensor, places: "Places", window: int | None) -> Tensor:
+        """What the rows' queries `[N, H, D]` see of their own slots: `[N, H * D]`."""
+        outputs = [
+            self._attend_run(layer, queries[run.rows], run, mask) for run, mask in places.masks(window)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_run(self, layer: int, queries: Tensor, run: Run, mask: Tensor | None) -> Tensor:
+        num_heads, num_slots = self._num_kv_heads, len(run.starts)
+        seen = self._layers[layer][run.slots, :, : run.end]
+        # The R heads that share keys are R rows of one head, so that nothing is repeated.
+        rows = queries.view(num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
+        shape = rows.shape
+        output = scaled_dot_product_attention(
+            rows.reshape(num_slots, num_heads, -1, self._head_dim),
+            seen[:, :num_heads],
+            seen[:, num_heads:],
+            attn_mask=mask,
+        )
+        return output.view(shape).permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
+
+    def scrub(self, slot: int, start: int) -> None:
+        """Zero the slot's positions from `start` on: what is not finite there would spoil later sessions."""
+        for layer in self._layers:
+            layer[slot, :, start:] = 0.0
+
+
+class Places:
+    """Where the rows of one pass belong: the same for all layers, so worked out once."""
+
+    def __init__(
+        self, feeds: Sequence[Feed], heads_per_kv_head: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`feeds` in call order."""
+        rows = [(feed.slot, feed.start + i, token) for feed in feeds for i, token in enumerate(feed.tokens)]
+        table = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
+        self.slots, self.positions, self.tokens = table.unbind()  # [N] each
+        self.only: tuple[int, slice] | None = None
+        if len(feeds) == 1:
+            self.only = (feeds[0].slot, slice(feeds[0].start, feeds[0].start + len(feeds[0].tokens)))
+        self._runs = runs_of(feeds)
+        self._heads_per_kv_head, self._dtype, self._device = heads_per_kv_head, dtype, device
+        self._masks: dict[int | None, list[tuple[Run, Tensor | None]]] = {}
+
+    def masks(self, window: int | None) -> list[tuple[Run, Tensor | None]]:
+        """Each call with what its rows may not see, `[slots, 1, R * T, S]` of 0 and -inf, or None: all.
+
+        `window` counts the positions that a row sees, itself included.
+        """
+        if window not in self._masks:
+            self._masks[window] = [(run, self._mask(run, window)) for run in self._runs]
+        return self._masks[window]
+
+    def _mask(self, run: Run, window: int | None) -> Tensor | None:
+        if run.num_rows == 1 and len(set(run.starts)) == 1 and (window is None or window >= run.end):
+            return None
+        seen = torch.arange(run.end, device=self._device)
+        row = self.positions[run.rows].view(len(run.starts), 1, run.num_rows, 1)
+        hidden = seen > row
+        if window is not None:
+            hidden |= seen <= row - window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
+            hidden, -torch.inf
+        )
+        return mask.repeat(1, 1, self._heads_per_kv_head, 1)
