@@ -7,6 +7,7 @@ only.
 N rows of a pass, H heads, G KV heads, D head dimension, C logit columns, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +50,12 @@ class _Layer:
 class Decoder:
     """A stack of layers with its embedding and head. Pure arithmetic: the slots are given to each pass."""
 
-    def __init__(self, config: DecoderConfig, tensors: dict[str, Tensor], rows: slice | Tensor) -> None:
+    def __init__(
+        self, config: DecoderConfig, tensors: dict[str, Tensor], rows: slice | Tensor, max_length: int
+    ) -> None:
         """Take the weights out of `tensors`: see `read_weights`. `rows` of the head are computed."""
         self.config = config
+        self.heads_per_kv_head = config.num_heads // config.num_kv_heads  # R
         weights = read_weights(config, tensors)
         self._embedding, self._norm = weights.embedding, weights.norm
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -60,7 +64,7 @@ class Decoder:
         for window in config.windows:  # a layer's stored form goes before the next one is brought into form
             self._layers.append(_Layer.build(weights.layers.pop(0), form, window))
         self._head = form(weights.head[rows], None)
-        self._cos, self._sin = _rotations(config, self.dtype, self.device)
+        self._cos, self._sin = _rotations(config.inverse_frequencies, max_length, self.dtype, self.device)
 
     def logits(self, places: Places, wanted: Tensor, cache: SlotCache) -> Tensor:
         """Run the rows of a pass and write their keys and values; the logits `[wanted, C]` of some rows."""
@@ -97,14 +101,16 @@ def _gated(gate_up: Tensor) -> Tensor:
     return silu(gate).mul_(up)
 
 
-def _rotations(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin `[max_length, 1, D]` of each position's angles.
+def _rotations(
+    inverse_frequencies: Sequence[float], max_length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin `[max_length + 1, 1, D]` of each position's angles.
 
     A head's halves are the two coordinates, as in the checkpoints: rotating is x * cos + roll(x, D/2) * sin
     with the first half of sin negated.
     """
-    frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
-    angles = torch.arange(config.max_length, dtype=torch.float32)[:, None] * frequencies
+    frequencies = torch.tensor(inverse_frequencies, dtype=torch.float32)
+    angles = torch.arange(max_length + 1, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     pairs = (torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
     return tuple(x[:, None].to(device=device, dtype=dtype) for x in pairs)  # type: ignore[return-value]

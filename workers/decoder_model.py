@@ -24,6 +24,7 @@ from workers.decoder_config import DecoderConfig, Json
 from workers.feeds import HeldPositions, checked_output_ids, split_logits, wanted_rows
 from workers.language_model import Feed, Logits
 from workers.slot_cache import Places, SlotCache, in_call_order
+from workers.static_passes import StaticPasses
 
 
 class DecoderModel:
@@ -52,7 +53,7 @@ class DecoderModel:
         self._num_slots, self._max_length = num_slots, max_length
         self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
         columns = slice(self._vocab_size) if self._output_ids is None else torch.tensor(self._output_ids)
-        self._decoder = Decoder(shape, tensors, columns)
+        self._decoder = Decoder(shape, tensors, columns, max_length)
         self._cache = SlotCache(
             shape.num_layers,
             num_slots,
@@ -62,7 +63,9 @@ class DecoderModel:
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
-        self._heads_per_kv_head = shape.num_heads // shape.num_kv_heads
+        self._static: StaticPasses | None = None
+        if self._decoder.device.type == "cuda":
+            self._static = StaticPasses(self._decoder, self._cache, num_slots, max_length)
 
     @classmethod
     def load(
@@ -135,8 +138,12 @@ class DecoderModel:
 
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`."""
-        decoder = self._decoder
+        decoder, wanted = self._decoder, wanted_rows(feeds)
         with torch.inference_mode():
-            places = Places(feeds, self._heads_per_kv_head, decoder.dtype, decoder.device)
-            wanted = torch.tensor(wanted_rows(feeds), dtype=torch.long, device=decoder.device)
-            return np.asarray(decoder.logits(places, wanted, self._cache).float().cpu().numpy())
+            if self._static is not None and self._static.fits(feeds):
+                logits = self._static.logits(feeds, wanted)
+            else:
+                places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
+                rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
+                logits = decoder.logits(places, rows, self._cache)
+            return np.asarray(logits.float().cpu().numpy())  # the one wait for the device

@@ -28,27 +28,18 @@ class Run:
     rows: slice  # of the pass
     slots: slice
     num_rows: int  # T, of each slot
-    starts: tuple[int, ...]  # the first position of each slot's rows
+    end: int  # S: one past the last position that any row sees
+    num_seen: int  # positions that the slots' last rows see, summed
 
     @property
-    def end(self) -> int:
-        """S: one past the last position that any row sees."""
-        return max(self.starts) + self.num_rows
+    def num_slots(self) -> int:
+        """Slots in the call."""
+        return int(self.slots.stop - self.slots.start)
 
-
-def runs_of(feeds: Sequence[Feed]) -> list[Run]:
-    """The calls for feeds that are ordered as `in_call_order` does."""
-    runs: list[Run] = []
-    row = 0
-    for feed in feeds:
-        num_rows = len(feed.tokens)
-        run = Run(slice(row, row + num_rows), slice(feed.slot, feed.slot + 1), num_rows, (feed.start,))
-        if runs and (joined := _joined(runs[-1], run)):
-            runs[-1] = joined
-        else:
-            runs.append(run)
-        row += num_rows
-    return runs
+    @property
+    def num_idle(self) -> int:
+        """Positions that the call goes through and no row sees."""
+        return self.num_slots * self.end - self.num_seen
 
 
 def in_call_order(feeds: Sequence[Feed]) -> list[int]:
@@ -56,22 +47,36 @@ def in_call_order(feeds: Sequence[Feed]) -> list[int]:
     return sorted(range(len(feeds)), key=lambda i: (len(feeds[i].tokens), feeds[i].slot))
 
 
+def runs_of(feeds: Sequence[Feed]) -> list[Run]:
+    """The calls for feeds in call order."""
+    runs: list[Run] = []
+    row = 0
+    for feed in feeds:
+        end_row, end = row + len(feed.tokens), feed.start + len(feed.tokens)
+        run = Run(slice(row, end_row), slice(feed.slot, feed.slot + 1), len(feed.tokens), end, end)
+        if runs and (joined := _joined(runs[-1], run)):
+            runs[-1] = joined
+        else:
+            runs.append(run)
+        row = end_row
+    return runs
+
+
 def _joined(before: Run, run: Run) -> Run | None:
     if before.num_rows != run.num_rows or before.slots.stop != run.slots.start:
         return None
-    starts = before.starts + run.starts
     both = Run(
-        slice(before.rows.start, run.rows.stop),
-        slice(before.slots.start, run.slots.stop),
-        run.num_rows,
-        starts,
+        rows=slice(before.rows.start, run.rows.stop),
+        slots=slice(before.slots.start, run.slots.stop),
+        num_rows=run.num_rows,
+        end=max(before.end, run.end),
+        num_seen=before.num_seen + run.num_seen,
     )
-    idle = len(starts) * both.end - len(before.starts) * before.end - run.end
-    return both if idle <= _CALL_POSITIONS else None
+    return both if both.num_idle - before.num_idle <= _CALL_POSITIONS else None
 
 
 class SlotCache:
-    """[num_slots, 2G, max_length, D] a layer: keys, then values. Pages that nothing touched cost nothing."""
+    """[num_slots, 2G, max_length + 1, D] a layer: keys, then values. Untouched pages cost nothing."""
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         """Zeros, since masked positions are multiplied by zero and must be finite."""
-        shape = (num_slots, 2 * num_kv_heads, max_length, head_dim)
+        shape = (num_slots, 2 * num_kv_heads, max_length + 1, head_dim)  # and one that no row sees
         self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
@@ -107,7 +112,7 @@ class SlotCache:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_run(self, layer: int, queries: Tensor, run: Run, mask: Tensor | None) -> Tensor:
-        num_heads, num_slots = self._num_kv_heads, len(run.starts)
+        num_heads, num_slots = self._num_kv_heads, run.num_slots
         seen = self._layers[layer][run.slots, :, : run.end]
         # The R heads that share keys are R rows of one head, so that nothing is repeated.
         rows = queries.view(num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
@@ -129,19 +134,24 @@ class SlotCache:
 class Places:
     """Where the rows of one pass belong: the same for all layers, so worked out once."""
 
-    def __init__(
-        self, feeds: Sequence[Feed], heads_per_kv_head: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """`feeds` in call order."""
+    def __init__(self, table: Tensor, runs: list[Run], heads_per_kv_head: int, dtype: torch.dtype) -> None:
+        """`table` `[3, N]`: each row's slot, position and token."""
+        self.slots, self.positions, self.tokens = table.unbind()  # [N] each
+        self.only: tuple[int, slice] | None = None  # slot and positions of a pass that feeds one slot
+        self._runs, self._heads_per_kv_head, self._dtype = runs, heads_per_kv_head, dtype
+        self._masks: dict[int | None, list[tuple[Run, Tensor | None]]] = {}
+
+    @classmethod
+    def of(
+        cls, feeds: Sequence[Feed], heads_per_kv_head: int, dtype: torch.dtype, device: torch.device
+    ) -> "Places":
+        """The places of feeds in call order."""
         rows = [(feed.slot, feed.start + i, token) for feed in feeds for i, token in enumerate(feed.tokens)]
         table = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
-        self.slots, self.positions, self.tokens = table.unbind()  # [N] each
-        self.only: tuple[int, slice] | None = None
+        places = cls(table, runs_of(feeds), heads_per_kv_head, dtype)
         if len(feeds) == 1:
-            self.only = (feeds[0].slot, slice(feeds[0].start, feeds[0].start + len(feeds[0].tokens)))
-        self._runs = runs_of(feeds)
-        self._heads_per_kv_head, self._dtype, self._device = heads_per_kv_head, dtype, device
-        self._masks: dict[int | None, list[tuple[Run, Tensor | None]]] = {}
+            places.only = (feeds[0].slot, slice(feeds[0].start, feeds[0].start + len(feeds[0].tokens)))
+        return places
 
     def masks(self, window: int | None) -> list[tuple[Run, Tensor | None]]:
         """Each call with what its rows may not see, `[slots, 1, R * T, S]` of 0 and -inf, or None: all.
@@ -153,14 +163,12 @@ class Places:
         return self._masks[window]
 
     def _mask(self, run: Run, window: int | None) -> Tensor | None:
-        if run.num_rows == 1 and len(set(run.starts)) == 1 and (window is None or window >= run.end):
+        if run.num_rows == 1 and run.num_idle == 0 and (window is None or window >= run.end):
             return None
-        seen = torch.arange(run.end, device=self._device)
-        row = self.positions[run.rows].view(len(run.starts), 1, run.num_rows, 1)
+        seen = torch.arange(run.end, device=self.positions.device)
+        row = self.positions[run.rows].view(run.num_slots, 1, run.num_rows, 1)
         hidden = seen > row
         if window is not None:
             hidden |= seen <= row - window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
-            hidden, -torch.inf
-        )
-        return mask.repeat(1, 1, self._heads_per_kv_head, 1)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+        return mask.masked_fill_(hidden, -torch.inf).repeat(1, 1, self._heads_per_kv_head, 1)
