@@ -12,35 +12,39 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, silu
 
 from workers.decoder_config import DecoderConfig
 from workers.decoder_weights import LayerWeights, read_weights
+from workers.norms import Norm, rms_norm_of
 from workers.products import Form, Product, fastest_form
 from workers.slot_cache import Places, SlotCache
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention_norm: Tensor  # [hidden]
+    attention_norm: Norm  # [hidden]
     queries_keys_values: Product  # -> [N, (H + 2G) * D]
-    query_norm: Tensor | None  # [D]
-    key_norm: Tensor | None  # [D]
+    query_norm: Norm | None  # [D]
+    key_norm: Norm | None  # [D]
     output: Product  # -> [N, hidden]
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Norm  # [hidden]
     gate_up: Product  # -> [N, 2 * intermediate]
     down: Product  # -> [N, hidden]
     window: int | None
 
     @classmethod
-    def build(cls, weights: LayerWeights, form: Form, window: int | None) -> "_Layer":
+    def build(cls, weights: LayerWeights, form: Form, epsilon: float, window: int | None) -> "_Layer":
+        def optional(weight: Tensor | None) -> Norm | None:
+            return None if weight is None else rms_norm_of(weight, epsilon)
+
         return cls(
-            attention_norm=weights.attention_norm,
+            attention_norm=rms_norm_of(weights.attention_norm, epsilon),
             queries_keys_values=form(*weights.queries_keys_values),
-            query_norm=weights.query_norm,
-            key_norm=weights.key_norm,
+            query_norm=optional(weights.query_norm),
+            key_norm=optional(weights.key_norm),
             output=form(*weights.output),
-            mlp_norm=weights.mlp_norm,
+            mlp_norm=rms_norm_of(weights.mlp_norm, epsilon),
             gate_up=form(*weights.gate_up),
             down=form(*weights.down),
             window=window,
@@ -57,12 +61,12 @@ class Decoder:
         self.config = config
         self.heads_per_kv_head = config.num_heads // config.num_kv_heads  # R
         weights = read_weights(config, tensors)
-        self._embedding, self._norm = weights.embedding, weights.norm
+        self._embedding, self._norm = weights.embedding, rms_norm_of(weights.norm, config.norm_epsilon)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         form = fastest_form([product[0] for layer in weights.layers for product in layer.products])
         self._layers = []
         for window in config.windows:  # a layer's stored form goes before the next one is brought into form
-            self._layers.append(_Layer.build(weights.layers.pop(0), form, window))
+            self._layers.append(_Layer.build(weights.layers.pop(0), form, config.norm_epsilon, window))
         self._head = form(weights.head[rows], None)
         self._cos, self._sin = _rotations(config.inverse_frequencies, max_length, self.dtype, self.device)
 
@@ -72,28 +76,23 @@ class Decoder:
         cos, sin = self._cos[places.positions], self._sin[places.positions]  # [N, 1, D]
         for index, layer in enumerate(self._layers):
             x = self._attention(layer, index, x, cos, sin, places, cache)
-            x += layer.down(_gated(layer.gate_up(self._normed(x, layer.mlp_norm))))
-        return self._head(self._normed(x[wanted], self._norm))
+            x += layer.down(_gated(layer.gate_up(layer.mlp_norm(x))))
+        return self._head(self._norm(x[wanted]))
 
     def _attention(
         self, layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, places: Places, cache: SlotCache
     ) -> Tensor:
         config = self.config
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
-        heads = layer.queries_keys_values(self._normed(x, layer.attention_norm)).view(
-            len(x), -1, config.head_dim
-        )
+        heads = layer.queries_keys_values(layer.attention_norm(x)).view(len(x), -1, config.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads[:, :num_heads] = self._normed(heads[:, :num_heads], layer.query_norm)
-            heads[:, num_heads:num_rotated] = self._normed(heads[:, num_heads:num_rotated], layer.key_norm)
+            heads[:, :num_heads] = layer.query_norm(heads[:, :num_heads])
+            heads[:, num_heads:num_rotated] = layer.key_norm(heads[:, num_heads:num_rotated])
         rotated = heads[:, :num_rotated]
         turned = rotated.roll(config.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(turned, sin)
         cache.write(index, heads[:, num_heads:], places)
         return x + layer.output(cache.attend(index, heads[:, :num_heads], places, layer.window))
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
 
 
 def _gated(gate_up: Tensor) -> Tensor:

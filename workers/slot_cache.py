@@ -4,7 +4,7 @@ Knows torch; not the model's weights, nor which tokens the slots stand for. Noth
 padded to attend: a slot's keys stand in one block, and neighbouring slots that are fed alike are one call on
 a view of their blocks.
 
-N rows of a pass, T rows of a feed, H heads, G KV heads, R = H/G, D head dimension, S positions.
+N rows of a pass, T rows of a feed, H heads, G KV heads, R = H/G, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,18 @@ class Run:
     rows: slice  # of the pass
     slots: slice
     num_rows: int  # T, of each slot
-    end: int  # S: one past the last position that any row sees
+    start: int  # the first position of any row
+    end: int  # one past the last position of any row
     num_seen: int  # positions that the slots' last rows see, summed
 
     @property
     def num_slots(self) -> int:
         """Slots in the call."""
         return int(self.slots.stop - self.slots.start)
+
+    def first_seen(self, window: int | None) -> int:
+        """The first position that any row sees."""
+        return 0 if window is None else max(0, self.start - window + 1)
 
     @property
     def num_idle(self) -> int:
@@ -53,7 +58,8 @@ def runs_of(feeds: Sequence[Feed]) -> list[Run]:
     row = 0
     for feed in feeds:
         end_row, end = row + len(feed.tokens), feed.start + len(feed.tokens)
-        run = Run(slice(row, end_row), slice(feed.slot, feed.slot + 1), len(feed.tokens), end, end)
+        slots = slice(feed.slot, feed.slot + 1)
+        run = Run(slice(row, end_row), slots, len(feed.tokens), feed.start, end, num_seen=end)
         if runs and (joined := _joined(runs[-1], run)):
             runs[-1] = joined
         else:
@@ -69,6 +75,7 @@ def _joined(before: Run, run: Run) -> Run | None:
         rows=slice(before.rows.start, run.rows.stop),
         slots=slice(before.slots.start, run.slots.stop),
         num_rows=run.num_rows,
+        start=min(before.start, run.start),
         end=max(before.end, run.end),
         num_seen=before.num_seen + run.num_seen,
     )
@@ -106,24 +113,23 @@ class SlotCache:
 
     def attend(self, layer: int, queries: Tensor, places: "Places", window: int | None) -> Tensor:
         """What the rows' queries `[N, H, D]` see of their own slots: `[N, H * D]`."""
-        outputs = [
-            self._attend_run(layer, queries[run.rows], run, mask) for run, mask in places.masks(window)
-        ]
+        outputs = []
+        for run, mask in places.masks(window):
+            seen = self._layers[layer][run.slots, :, run.first_seen(window) : run.end]
+            outputs.append(self._attend_run(queries[run.rows], seen, run, mask))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _attend_run(self, layer: int, queries: Tensor, run: Run, mask: Tensor | None) -> Tensor:
-        num_heads, num_slots = self._num_kv_heads, run.num_slots
-        seen = self._layers[layer][run.slots, :, : run.end]
-        # The R heads that share keys are R rows of one head, so that nothing is repeated.
-        rows = queries.view(num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
-        shape = rows.shape
-        output = scaled_dot_product_attention(
-            rows.reshape(num_slots, num_heads, -1, self._head_dim),
-            seen[:, :num_heads],
-            seen[:, num_heads:],
-            attn_mask=mask,
-        )
-        return output.view(shape).permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
+    def _attend_run(self, queries: Tensor, seen: Tensor, run: Run, mask: Tensor | None) -> Tensor:
+        """The R heads that share keys are R rows of one head, so that nothing is repeated."""
+        num_heads = self._num_kv_heads
+        keys, values = seen[:, :num_heads], seen[:, num_heads:]
+        if run.num_rows == 1:  # they stand so already
+            rows = queries.view(run.num_slots, num_heads, -1, self._head_dim)
+            return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).view(len(queries), -1)
+        rows = queries.view(run.num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
+        folded = rows.reshape(run.num_slots, num_heads, -1, self._head_dim)
+        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask).view(rows.shape)
+        return output.permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
 
     def scrub(self, slot: int, start: int) -> None:
         """Zero the slot's positions from `start` on: what is not finite there would spoil later sessions."""
@@ -154,7 +160,7 @@ class Places:
         return places
 
     def masks(self, window: int | None) -> list[tuple[Run, Tensor | None]]:
-        """Each call with what its rows may not see, `[slots, 1, R * T, S]` of 0 and -inf, or None: all.
+        """Each call with what its rows may not see, `[slots, 1, R * T, seen]` of 0 and -inf, or None: all.
 
         `window` counts the positions that a row sees, itself included.
         """
@@ -163,9 +169,9 @@ class Places:
         return self._masks[window]
 
     def _mask(self, run: Run, window: int | None) -> Tensor | None:
-        if run.num_rows == 1 and run.num_idle == 0 and (window is None or window >= run.end):
+        if run.num_rows == 1 and run.num_idle == 0:
             return None
-        seen = torch.arange(run.end, device=self.positions.device)
+        seen = torch.arange(run.first_seen(window), run.end, device=self.positions.device)
         row = self.positions[run.rows].view(run.num_slots, 1, run.num_rows, 1)
         hidden = seen > row
         if window is not None:

@@ -73,7 +73,7 @@ class _StaticPass:
         if device.type == "cuda":
             self._host = self._host.pin_memory()
         self._table = self._idle.to(device)
-        run = Run(slice(0, len(slots)), slice(0, num_slots), num_rows, num_seen, num_seen=0)
+        run = Run(slice(0, len(slots)), slice(0, num_slots), num_rows, start=0, end=num_seen, num_seen=0)
 
         def compute() -> Tensor:
             places = Places(self._table, [run], decoder.heads_per_kv_head, decoder.dtype)
