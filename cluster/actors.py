@@ -9,21 +9,19 @@ coordinator never loads torch and Ray can make all three at once.
 """
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from protos.settings import Settings
 from protos.status import TaskError
-
-if TYPE_CHECKING:
-    from coordinator.server import CoordinatorConfig
-    from workers.server import WorkerConfig
 
 DRAIN_SECONDS = 10.0  # what SIGTERM leaves to the tasks at hand
 
@@ -33,6 +31,7 @@ class WorkerSettings(Settings):
 
     name: str  # for people
     folder: Path
+    gguf: Path | None = None  # the file that holds the weights, where they are not safetensors in the folder
     num_slots: int = Field(ge=1)  # sequences held at once
     max_length: int = Field(ge=1)  # positions of each
     num_threads: int = Field(ge=1)  # torch's; Ray would leave one to an actor that reserves no core
@@ -111,23 +110,26 @@ class _Worker(_Actor):
 
     _role: Literal["draft", "target"]
 
-    def start(self, settings: WorkerSettings, config: "WorkerConfig | None" = None) -> str:
+    def start(self, settings: WorkerSettings, control_token: str | None = None) -> str:
         """Load the model and serve it; returns the address. Raises ModelRefused when the model does not
         fit.
         """
-        from workers.checkpoints import check
-        from workers.server import ModelIdentity, WorkerConfig, WorkerServer
-        from workers.transformers_model import TransformersModel
+        with _uncollected():
+            from workers.checkpoints import check
+            from workers.engine import load_model
+            from workers.server import ModelIdentity, WorkerConfig, WorkerServer
 
-        info = check(settings.folder, role=self._role)
-        model = TransformersModel.load(
-            settings.folder,
+        source = settings.gguf or settings.folder
+        info = check(source, role=self._role)
+        model = load_model(
+            source,
             num_slots=settings.num_slots,
             max_length=settings.max_length,
             num_threads=settings.num_threads,
         )
-        identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, "float32")
-        return self._life.serve(lambda: WorkerServer(self._role, model, identity, config or WorkerConfig()))
+        identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, info.dtype)
+        config = WorkerConfig(control_token=None if control_token is None else SecretStr(control_token))
+        return self._life.serve(lambda: WorkerServer(self._role, model, identity, config))
 
 
 class DrafterActor(_Worker):
@@ -145,14 +147,38 @@ class TargetActor(_Worker):
 class CoordinatorActor(_Actor):
     """Owns the requests. Never loads torch."""
 
-    def start(self, config: "CoordinatorConfig") -> str:
-        """Connect to the workers and serve the public API; returns its address.
+    def prepare(self, tokenizer_folder: Path) -> None:
+        """Load what `start` needs beside the workers, which take longer. Raises TextError."""
+        with _uncollected():
+            import coordinator.server  # noqa: F401
+            from coordinator.text import Text
 
-        Raises RuntimeError when a worker cannot be reached or the workers do not fit.
+        self._text = Text.load(tokenizer_folder)
+
+    def start(self, config: dict[str, Any]) -> str:
+        """Connect to the workers and serve the public API; returns its address. Comes after `prepare`.
+
+        `config` has the fields of CoordinatorConfig. Raises RuntimeError when a worker cannot be reached or
+        the workers do not fit.
         """
-        from coordinator.server import CoordinatorServer
+        from coordinator.server import CoordinatorConfig, CoordinatorServer
 
         try:
-            return self._life.serve(lambda: CoordinatorServer(config))
+            return self._life.serve(lambda: CoordinatorServer(CoordinatorConfig(**config), self._text))
         except TaskError as error:  # has details that do not survive the way through Ray
             raise RuntimeError(error.message) from None
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Within the block Python's garbage collector rests, and afterwards leaves alone what has come by then.
+
+    It would look through torch's modules again and again while they load, and once more in each full
+    collection of a process that serves.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

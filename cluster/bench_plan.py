@@ -9,16 +9,17 @@ from pathlib import Path
 
 from cluster.actors import WorkerSettings
 from cluster.bench_conditions import Conditions, conditions
+from cluster.finding import NO_DRAFT, find
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import NO_DRAFT, load_text
+from cluster.private_run import load_text
 from cluster.prompt_file import Question, read_questions
 from coordinator.text_error import TextError
 from protos.limits import MAX_DRAFT_TOKENS
 from workers.baseline_tasks import BaselineModels
-from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
+from workers.checkpoints import CheckpointInfo, check, check_pair
 
 MAX_TEMPERATURE = 100.0
 _MAX_COUNT = 100_000
@@ -86,11 +87,15 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
     Raises Refused, PromptsRefused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
     """
     questions = read_questions(wish.prompts, wish.num_prompts)
-    say(f"Finding the target {wish.target}")
-    target = check(resolve(wish.target, role="target", progress=say), role="target")
-    say(f"Finding the draft {wish.draft}")
-    draft = check(resolve(wish.draft, role="draft", progress=say), role="draft")
+    found = find(wish.target, wish.draft, say)
+    assert found.draft is not None  # see `check_wish`
+    target, draft = check(found.target, role="target"), check(found.draft, role="draft")
     check_pair(target, draft)
+    for role, name, info in (("target", wish.target, target), ("draft", wish.draft, draft)):
+        if info.gguf is not None:
+            raise Refused(
+                f"{role} is {name}; a benchmark compares with transformers, which runs the folder of a model"
+            )
     draft_lengths = tuple(dict.fromkeys((0, *wish.draft_lengths)))
     prompts = _tokenised(questions, target.folder)
     context = min(target.context_length, draft.context_length)

@@ -36,12 +36,12 @@ from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
 from cluster.bench_report import Report, as_json, as_text
 from cluster.bench_statistics import figures
 from cluster.deployment import DeploymentFailed, private_deployment
+from cluster.finding import NO_DRAFT
 from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of_transformers
 from cluster.generation import GenerationFailed
 from cluster.interrupts import interrupts
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
-from cluster.private_run import NO_DRAFT
 from cluster.progress import Steps
 from cluster.prompt_file import PromptsRefused
 from workers.checkpoints import ModelRefused

@@ -40,29 +40,49 @@ class DeploymentFailed(RuntimeError):
 
 @contextlib.contextmanager
 def private_deployment(plan: Plan, progress: Progress, *, startup_seconds: float) -> Iterator[Deployed]:
-    """Run the plan on a Ray of its own and yield what serves.
+    """Run the plan on a Ray of its own and yield what serves: see `RayOfOurs.serving`."""
+    with starting_ray() as ray, ray.serving(plan, progress, startup_seconds=startup_seconds) as deployed:
+        yield deployed
 
-    Raises DeploymentFailed when it does not serve within `startup_seconds`. Within the block SIGINT,
-    SIGTERM and SIGHUP raise Interrupted, once. However the block ends, no process and no file of the
-    deployment is left.
+
+@contextlib.contextmanager
+def starting_ray() -> Iterator["RayOfOurs"]:
+    """A Ray that starts while the block finds out what is to run on it.
+
+    Within the block SIGINT, SIGTERM and SIGHUP raise Interrupted, once. However the block ends, and if this
+    process is killed, no process and no file of the deployment is left, unless `RayOfOurs.keep` returned.
     """
     with interrupts() as signals, _child(signals) as child:
-        yield child.run(plan, progress, startup_seconds)
-        child.stop()
+        yield RayOfOurs(child, signals)
 
 
-def staying_deployment(plan: Plan, progress: Progress, record: Record, *, startup_seconds: float) -> Deployed:
-    """Run the plan on a Ray of its own, and leave it running.
+class RayOfOurs:
+    """A Ray that has been told to start, and runs one plan."""
 
-    `record` is told what serves, the deployment's folder, and the process that ends the deployment at
-    SIGTERM; when it returns, the deployment stays. Until then everything is as in `private_deployment`:
-    whatever is raised, and if this process is killed, nothing is left.
-    """
-    with interrupts() as signals, _child(signals) as child:
-        deployed = child.run(plan, progress, startup_seconds)
-        signals.hold()  # a Ctrl-C now comes too late
-        record(deployed, child.folder, child.pid)
-        child.keep()
+    def __init__(self, child: "_Child", signals: Interrupts) -> None:
+        """`child` has been started; `signals` are those of the block around both."""
+        self._child = child
+        self._signals = signals
+
+    @contextlib.contextmanager
+    def serving(self, plan: Plan, progress: Progress, *, startup_seconds: float) -> Iterator[Deployed]:
+        """Run the plan and yield what serves, until the block ends.
+
+        Raises DeploymentFailed when it does not serve within `startup_seconds`.
+        """
+        yield self._child.run(plan, progress, startup_seconds)
+        self._child.stop()
+
+    def keep(self, plan: Plan, progress: Progress, record: Record, *, startup_seconds: float) -> Deployed:
+        """Run the plan and leave it running.
+
+        `record` is told what serves, the deployment's folder, and the process that ends the deployment at
+        SIGTERM; when it returns, the deployment stays. Raises DeploymentFailed as `serving` does.
+        """
+        deployed = self._child.run(plan, progress, startup_seconds)
+        self._signals.hold()  # a Ctrl-C now comes too late
+        record(deployed, self._child.folder, self._child.pid)
+        self._child.keep()
         return deployed
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from cluster.answering import NoAnswer, require_answer
-from cluster.deployment import DeploymentFailed, private_deployment
+from cluster.deployment import DeploymentFailed, starting_ray
 from cluster.deployment_state import (
     DEFAULT_NAME,
     BadName,
@@ -22,6 +22,7 @@ from cluster.deployment_state import (
     check_name,
     read_state,
 )
+from cluster.finding import find
 from cluster.generation import Generation, GenerationFailed, generate
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
@@ -97,15 +98,18 @@ def generate_text(wish: Wish, place: Place, *, as_json: bool) -> int:
 
 
 def _run_privately(wish: Wish, place: Place, out: Console | None, err: Console) -> Generation:
-    """Prepare, deploy, generate; `out` gets the text as it comes."""
+    """Find, prepare while Ray starts, deploy, generate; `out` gets the text as it comes."""
+    models = place.models()
     with Steps(err) as steps:
-        run = prepare(wish, place.models(), steps.say)
-        steps.note(run.memory)
-        plan, seconds = run.plan, place.startup_seconds
-        with private_deployment(plan, steps.say, startup_seconds=seconds) as deployed:
-            steps.say("Reading the prompt")
-            has_legend = plan.draft is not None
-            return _show(deployed.address, run.request, out, err, steps, has_legend=has_legend)
+        draft = models.draft if models.num_draft_tokens(wish) else None
+        found = find(models.target, draft, steps.say)
+        with starting_ray() as ray:
+            run = prepare(wish, models, found)
+            steps.note(run.memory)
+            with ray.serving(run.plan, steps.say, startup_seconds=place.startup_seconds) as deployed:
+                steps.say("Reading the prompt")
+                has_legend = run.plan.draft is not None
+                return _show(deployed.address, run.request, out, err, steps, has_legend=has_legend)
 
 
 def _run_on(state: DeploymentState, wish: Wish, out: Console | None, err: Console) -> Generation:

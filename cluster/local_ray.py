@@ -1,17 +1,19 @@
 """The keeper: the process that owns a deployment and its Ray, reports on its start, and ends all of it.
 
 Knows two pipes, signals and the end of processes; what runs is `cluster.placement`'s business. Runs as
-`python -m cluster.local_ray` in an operating-system session of its own, which Ray's processes inherit. Its
-plan comes as the first line of standard input, reports go to standard output as JSON lines. Unless it is told
-to keep the deployment, it ends everything when standard input says stop or ends, which happens however its
-owner (`cluster.deployment`) ends. So the owner needs no Ray, Ctrl-C does not reach Ray, and not even the
-owner's SIGKILL leaves anything behind. A deployment that is kept ends with a SIGTERM to this process.
+`python -m cluster.local_ray` in an operating-system session of its own, which Ray's processes inherit. Ray
+starts at once; the plan comes as the first line of standard input, meanwhile or later. Reports go to standard
+output as JSON lines. Unless it is told to keep the deployment, it ends everything when standard input says
+stop or ends, which happens however its owner (`cluster.deployment`) ends. So the owner needs no Ray, Ctrl-C
+does not reach Ray, and not even the owner's SIGKILL leaves anything behind. A deployment that is kept ends
+with a SIGTERM to this process.
 """
 
 import contextlib
 import ctypes
 import json
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -40,12 +42,12 @@ class _Owner:
         self._reports = reports
 
     def say(self, **report: Any) -> None:
-        """Report, if anybody listens: the end of the owner shows in `next_command`."""
+        """Report, if anybody listens: the end of the owner shows in `next_line`."""
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(report), file=self._reports, flush=True)
 
-    def next_command(self) -> str:
-        """'' once the owner is gone."""
+    def next_line(self) -> str:
+        """A plan or a command; '' once the owner is gone."""
         return self._commands.readline().strip()
 
 
@@ -57,10 +59,13 @@ class _Keeper:
         self._placement = placement
         self._folder = folder
         self._was_told = False
+        self.plans: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Gets the plan when the owner has sent it."""
 
     def obey(self) -> None:
         """Do what the owner says, or what its end means."""
-        command = self._owner.next_command()
+        while (command := self._owner.next_line()).startswith("{"):
+            self.plans.put(command)
         if command == KEEP:
             self._owner.say(kept=True)
             return
@@ -97,13 +102,13 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else is printed goes to the log
     _adopt_orphans()
     owner, placement = _Owner(sys.stdin, reports), Placement()
-    plan = Plan.model_validate_json(sys.stdin.readline())
     keeper = _Keeper(owner, placement, Path.cwd())
     threading.Thread(target=keeper.obey, daemon=True).start()
     try:
         owner.say(stage="Starting Ray")
-        start_ray(placement, Path.cwd(), num_processes=len(plan.workers()) + 1)
+        start_ray(placement, Path.cwd())
         signal.signal(signal.SIGTERM, keeper.on_sigterm)  # not before: Ray sets one that leaves its actors
+        plan = Plan.model_validate_json(keeper.plans.get())
         owner.say(ready=placement.place(plan, lambda stage: owner.say(stage=stage)).model_dump())
     except Exception as error:
         owner.say(failed=in_words(error))  # and `obey` ends the process when the owner has read this
@@ -112,12 +117,12 @@ def main() -> None:
         time.sleep(_COLLECTING_SECONDS)
 
 
-def start_ray(placement: Placement, folder: Path, num_processes: int) -> None:
+def start_ray(placement: Placement, folder: Path) -> None:
     """Start Ray, anew where it was too slow for itself. Raises RuntimeError in words when it always is."""
     for attempt in range(RAY_ATTEMPTS):
         try:
             # One below the deployment's own folder: Ray opens its folder to all users.
-            placement.start_ray(folder / f"ray{attempt}", num_processes)
+            placement.start_ray(folder / f"ray{attempt}")
             return
         except RayTooSlow:
             end_session(os.getsid(0), spare=os.getpid())

@@ -15,7 +15,7 @@ GB = 1e9
 
 # Measured on Linux with torch 2.13 for processors, Ray 2.60.
 WORKER_BYTES = 450_000_000  # one process with torch and transformers loaded and no model in it
-RAY_BYTES = 650_000_000  # Ray's own processes, its object store untouched, and the coordinator
+RAY_BYTES = 350_000_000  # the keeper, Ray's own processes, its object store untouched, and the coordinator
 ACTIVATION_SHARE = 0.1  # of the weights: what a pass holds at its largest
 
 
@@ -83,7 +83,8 @@ def model_memory(
     role: str, info: CheckpointInfo, *, num_slots: int, max_length: int, count: int = 1
 ) -> ModelMemory:
     """What `count` workers take, each with `num_slots` sequences of up to `max_length` positions."""
-    weights = info.num_parameters * BYTES_PER_NUMBER
+    # llama.cpp computes with a GGUF file's weights as they are stored.
+    weights = info.num_parameters * BYTES_PER_NUMBER if info.gguf is None else info.weight_bytes
     numbers_per_position = (
         2 * info.num_layers * info.num_kv_heads * info.head_dim
     )  # a key and a value a layer

@@ -4,11 +4,9 @@ Knows Ray and a plan. Does not know who wants the deployment, nor how its proces
 (`cluster.local_ray`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from pydantic import SecretStr
 
 from cluster.actors import CoordinatorActor, DrafterActor, TargetActor
 from cluster.deployment_state import WorkerAddress
@@ -16,7 +14,6 @@ from cluster.plan import Deployed, Plan
 
 NAMESPACE = "outrider"  # where the actors' names are known
 COORDINATOR = "coordinator"
-OBJECT_STORE_BYTES = 100_000_000  # nothing of size travels through it
 Say = Callable[[str], None]
 PATIENCE_SECONDS = 5.0  # for the answer of an actor that has had its grace
 
@@ -37,36 +34,20 @@ class Placement:
         self._actors: dict[str, Any] = {}
         self._ray_address = ""
 
-    def start_ray(self, folder: Path, num_processes: int) -> None:
-        """Start a Ray that listens on the loopback only, keeps its files in the new `folder`, and has
-        `num_processes` processes ready. Raises RayTooSlow, and leaves processes behind then.
-
-        A Ray that `ray.init` makes ends with the process that made it. This one lives until its processes
-        are ended, so that a deployment outlives its keeper. It is made the way `ray.cluster_utils.Cluster`
-        makes one, which beyond that leaves a file for all users of the machine; `ray start` opens a port of
-        a fixed number.
+    def start_ray(self, folder: Path) -> None:
+        """Start a Ray that keeps its files in the new `folder`, and connect to it. Raises RayTooSlow, and
+        leaves processes behind then.
         """
         import ray
-        from ray._private.node import Node
-        from ray._private.parameter import RayParams
 
-        parameters = RayParams(
-            node_ip_address="127.0.0.1",
-            temp_dir=str(folder),
-            num_cpus=num_processes,  # Ray prepares one for each; the actors reserve none, see `place`
-            num_gpus=0,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            min_worker_port=0,  # any free ones
-            max_worker_port=0,
-        )
+        from cluster.ray_head import start_head
+
         try:
-            node = Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False)
+            self._ray_address = start_head(folder)
         except Exception as error:  # Ray has no class for it
             if "timed out during startup" in str(error):
                 raise RayTooSlow from error
             raise
-        self._ray_address = node.address
         ray.init(
             address=self._ray_address,
             namespace=NAMESPACE,
@@ -89,11 +70,13 @@ class Placement:
             return self._actors[name]
 
         kinds = {"target": TargetActor, "draft": DrafterActor}
+        tokens = {"target": plan.control_token, "draft": None}  # a drafter has nothing to show
         workers = {name: (role, settings) for name, role, settings in plan.workers()}
         pending = {}
         for name, (role, settings) in workers.items():
-            pending[create(name, kinds[role]).start.remote(settings, _worker_config(plan, role))] = name
-        create(COORDINATOR, CoordinatorActor)
+            pending[create(name, kinds[role]).start.remote(settings, tokens[role])] = name
+        coordinator = create(COORDINATOR, CoordinatorActor)
+        prepared = coordinator.prepare.remote(plan.target.folder)
         addresses: dict[str, str] = {}
         while pending:
             say(f"Loading {' and '.join(pending.values())}")
@@ -101,12 +84,8 @@ class Placement:
             name = pending.pop(done)
             addresses[name] = _result(name, done)
         say("Starting the coordinator")
-        config = _coordinator_config(
-            plan,
-            targets=tuple(addresses[name] for name, role, _ in plan.workers() if role == "target"),
-            drafts=tuple(addresses[name] for name, role, _ in plan.workers() if role == "draft"),
-        )
-        address = _result(COORDINATOR, self._actors[COORDINATOR].start.remote(config))
+        _result(COORDINATOR, prepared)
+        address = _result(COORDINATOR, coordinator.start.remote(_coordinator_config(plan, addresses)))
         pids = {name: int(_result(name, actor.pid.remote())) for name, actor in self._actors.items()}
         return Deployed(
             address=address,
@@ -155,22 +134,16 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _worker_config(plan: Plan, role: str) -> Any:
-    from workers.server import WorkerConfig
-
-    # A drafter has nothing to show.
-    return WorkerConfig(control_token=SecretStr(plan.control_token) if role == "target" else None)
-
-
-def _coordinator_config(plan: Plan, *, targets: tuple[str, ...], drafts: tuple[str, ...]) -> Any:
-    from coordinator.server import CoordinatorConfig
-
-    return CoordinatorConfig(
-        port=plan.port,
-        targets=targets,
-        drafts=drafts,
-        control_token=SecretStr(plan.control_token),
-        tokenizer_folder=plan.target.folder,
-        num_draft_tokens=plan.num_draft_tokens,
-        rule=plan.rule,
-    )
+def _coordinator_config(plan: Plan, addresses: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of the coordinator's configuration, a class that is loaded where it is used."""
+    of_role: dict[str, list[str]] = {"target": [], "draft": []}
+    for name, role, _ in plan.workers():
+        of_role[role].append(addresses[name])
+    return {
+        "port": plan.port,
+        "targets": of_role["target"],
+        "drafts": of_role["draft"],
+        "control_token": plan.control_token,
+        "num_draft_tokens": plan.num_draft_tokens,
+        "rule": plan.rule,
+    }

@@ -1,13 +1,13 @@
-"""From the names of models and a request to a plan that fits: models found, checked as a pair, and weighed.
+"""From models that were found and a request to a plan that fits: models checked as a pair, and weighed.
 
 Knows checkpoints, the request's rules and memory. Starts nothing and loads no weights.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.actors import WorkerSettings
+from cluster.finding import NO_DRAFT, Found
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
 from cluster.outcome import Refused
@@ -18,9 +18,8 @@ from coordinator.text_error import TextError
 from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
 from protos.limits import MAX_DRAFT_TOKENS
 from protos.status import TaskError
-from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
+from workers.checkpoints import CheckpointInfo, check, check_pair
 
-NO_DRAFT = "none"
 DEMO = "demo"
 DEFAULT_NUM_DRAFT_TOKENS = 3
 _NO_LIMIT = 2**31 - 1
@@ -31,8 +30,6 @@ _INTEGERS = {  # looked at here, since a message holds no others
     "max_tokens": (1, _NO_LIMIT),
 }
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -40,6 +37,12 @@ class Models:
 
     target: str = DEMO
     draft: str = DEMO  # a model, or NO_DRAFT
+
+    def num_draft_tokens(self, wish: "Wish") -> int:
+        """K of a run of these models."""
+        if self.draft == NO_DRAFT:
+            return 0
+        return DEFAULT_NUM_DRAFT_TOKENS if wish.num_draft_tokens is None else wish.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +98,15 @@ def check_options(wish: Wish) -> None:
         raise Refused(f"prompt is not UTF-8 at character {error.start}") from None
 
 
-def prepare(wish: Wish, models: Models, say: Say) -> PrivateRun:
-    """Find the models, fetching them where need be, and plan their deployment.
+def prepare(wish: Wish, models: Models, found: Found) -> PrivateRun:
+    """Plan the deployment of the models, which were found.
 
     Raises Refused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
     """
-    num_draft_tokens = DEFAULT_NUM_DRAFT_TOKENS if wish.num_draft_tokens is None else wish.num_draft_tokens
-    if models.draft == NO_DRAFT:
-        num_draft_tokens = 0
-    say(f"Finding the target {models.target}")
-    target = check(resolve(models.target, role="target", progress=say), role="target")
-    draft = None
-    if num_draft_tokens:
-        say(f"Finding the draft {models.draft}")
-        draft = check(resolve(models.draft, role="draft", progress=say), role="draft")
+    num_draft_tokens = models.num_draft_tokens(wish)
+    target, draft = check(found.target, role="target"), None
+    if found.draft is not None:
+        draft = check(found.draft, role="draft")
         check_pair(target, draft)
     text = load_text(target.folder)
     request = full_request(replace(wish, num_draft_tokens=num_draft_tokens), models.target, text)
@@ -166,6 +164,7 @@ def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
     return WorkerSettings(
         name=name,
         folder=info.folder,
+        gguf=info.gguf,
         num_slots=1,
         max_length=min(info.context_length, length),
         num_threads=max(1, usable_cores() - 1),

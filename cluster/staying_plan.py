@@ -1,28 +1,26 @@
-"""From the names of models and numbers of workers to the plan of a deployment that stays, and fits.
+"""From models that were found and numbers of workers to the plan of a deployment that stays, and fits.
 
 Knows checkpoints, cores and memory. Starts nothing and loads no weights.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from cluster.actors import WorkerSettings
+from cluster.finding import NO_DRAFT, Found
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import Estimate, estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import DEFAULT_NUM_DRAFT_TOKENS, NO_DRAFT
+from cluster.private_run import DEFAULT_NUM_DRAFT_TOKENS
 from protos.limits import MAX_DRAFT_TOKENS
-from workers.checkpoints import CheckpointInfo, check, check_pair, resolve
+from workers.checkpoints import CheckpointInfo, check, check_pair
 
 # As many sessions as still share a pass well on a small machine; each takes its part of the cache.
 DEFAULT_NUM_SLOTS = 32
 DEFAULT_MAX_LENGTH = 2048
 _MEMORY_SHARE = 0.75  # what slots by default leave of the memory is for everything else
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +72,14 @@ def check_wish(wish: StayingWish) -> None:
             raise Refused(f"{name} is {getattr(wish, name)}; there is no drafter with --draft {NO_DRAFT}")
 
 
-def prepare_staying(wish: StayingWish, say: Say) -> StayingPlan:
-    """Find the models, fetching them where need be, and plan their deployment.
+def prepare_staying(wish: StayingWish, found: Found) -> StayingPlan:
+    """Plan the deployment of the models, which were found.
 
     Raises Refused or ModelRefused for what cannot be run, DoesNotFit when memory is short.
     """
-    say(f"Finding the target {wish.target}")
-    target = check(resolve(wish.target, role="target", progress=say), role="target")
-    draft = None
-    if wish.drafts:
-        say(f"Finding the draft {wish.draft}")
-        draft = check(resolve(wish.draft, role="draft", progress=say), role="draft")
+    target, draft = check(found.target, role="target"), None
+    if found.draft is not None:
+        draft = check(found.draft, role="draft")
         check_pair(target, draft)
     if wish.max_length is not None and wish.max_length > target.context_length:
         raise Refused(f"max_length is {wish.max_length}; {wish.target} has {target.context_length} positions")
@@ -136,6 +131,7 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
         return WorkerSettings(
             name=name,
             folder=info.folder,
+            gguf=info.gguf,
             num_slots=num_slots,
             max_length=min(info.context_length, max_length),
             num_threads=num_threads,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.deployment import DeploymentFailed, staying_deployment
+from cluster.deployment import DeploymentFailed, RayOfOurs, starting_ray
 from cluster.deployment_state import (
     DEFAULT_NAME,
     BadName,
@@ -23,6 +23,7 @@ from cluster.deployment_state import (
     remove_state,
     write_state,
 )
+from cluster.finding import find
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
 from cluster.plan import Deployed
@@ -49,9 +50,11 @@ def start_deployment(wish: StayingWish, name: str, *, startup_seconds: float) ->
             _require_none(name)
             require_free(wish.port)
             with Steps(err) as steps:
-                plan = prepare_staying(wish, steps.say)
-                steps.note(plan.memory)
-                state = _deploy(wish, plan, name, steps, startup_seconds)
+                found = find(wish.target, wish.draft, steps.say)
+                with starting_ray() as ray:
+                    plan = prepare_staying(wish, found)
+                    steps.note(plan.memory)
+                    state = _deploy(ray, wish, plan, name, steps, startup_seconds)
     except (Refused, BadName) as error:
         return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except (PortTaken, ModelRefused, DoesNotFit, DeploymentFailed, DeploymentStateError, OSError) as error:
@@ -85,7 +88,7 @@ def require_free(port: int) -> None:
 
 
 def _deploy(
-    wish: StayingWish, plan: StayingPlan, name: str, steps: Steps, startup_seconds: float
+    ray: RayOfOurs, wish: StayingWish, plan: StayingPlan, name: str, steps: Steps, startup_seconds: float
 ) -> DeploymentState:
     states = []
 
@@ -110,7 +113,7 @@ def _deploy(
         states.append(state)
 
     try:
-        staying_deployment(plan.plan, steps.say, record, startup_seconds=startup_seconds)
+        ray.keep(plan.plan, steps.say, record, startup_seconds=startup_seconds)
     except DeploymentFailed:  # nothing else is raised once the file is written, unless the deployment stays
         remove_state(name)
         raise

@@ -68,9 +68,13 @@ class CoordinatorConfig(Binding):
 class CoordinatorServer:
     """Serves one deployment, from `start` to `stop`, within one event loop."""
 
-    def __init__(self, config: CoordinatorConfig) -> None:
-        """A new life: sessions of an earlier one are strangers to the workers."""
+    def __init__(self, config: CoordinatorConfig, text: Text | None = None) -> None:
+        """A new life: sessions of an earlier one are strangers to the workers.
+
+        `text` is what `config.tokenizer_folder` holds, where that has been loaded already.
+        """
         self._config = config
+        self._text = text
         self._id = f"coordinator-{secrets.token_hex(8)}"
 
     async def start(self) -> str:
@@ -121,7 +125,8 @@ class CoordinatorServer:
         )
         verifiers = Spread([Verifier(client, verify_settings) for client in targets])
         drafters = Spread([Drafter(client, draft_settings) for client in drafts]) if drafts else None
-        folder = config.tokenizer_folder
+        if self._text is None and config.tokenizer_folder is not None:
+            self._text = Text.load(config.tokenizer_folder)
         max_running = sum(verifier.num_slots for verifier in verifiers.workers)
         max_num_draft_tokens = config.max_num_draft_tokens if drafts else 0
         num_draft_tokens = min(config.num_draft_tokens, max_num_draft_tokens)
@@ -130,7 +135,7 @@ class CoordinatorServer:
             coordinator=self._id,
             drafters=drafters,
             verifiers=verifiers,
-            text=Text.load(folder) if folder is not None else None,
+            text=self._text,
             limits=Limits(
                 vocab_size=target.vocab_size,
                 max_length=max_length,

@@ -5,9 +5,10 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -81,6 +82,11 @@ class _Service(inference_pb2_grpc.InferenceServicer):
         return INFO
 
 
+def _ray(serving: Callable[..., Any]) -> Callable[[], contextlib.nullcontext[Any]]:
+    """What stands in for a Ray that starts: `serving` is told the plan."""
+    return lambda: contextlib.nullcontext(SimpleNamespace(serving=serving))
+
+
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
     """A service in this process, in the place of a private deployment."""
@@ -95,7 +101,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
         address = f"127.0.0.1:{port}"
         yield Deployed(address=address, control_token="", workers=(), coordinator_pid=0, ray_address="")
 
-    monkeypatch.setattr(generate_command, "private_deployment", deployed)
+    monkeypatch.setattr(generate_command, "starting_ray", _ray(deployed))
     servicer.address = f"127.0.0.1:{port}"
     yield servicer
     server.stop(None).wait()
@@ -238,7 +244,7 @@ def up(
 ) -> Iterator[_Service]:
     """A deployment that is up: the service, and a process that keeps nothing."""
     monkeypatch.setenv("OUTRIDER_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(generate_command, "private_deployment", None)  # nobody may start one
+    monkeypatch.setattr(generate_command, "starting_ray", None)  # nobody may start one
     keeper = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(300)"], cwd=tmp_path, start_new_session=True
     )
@@ -287,7 +293,7 @@ def test_private_or_a_model_ask_for_a_private_deployment(
         plans.append(plan)
         raise DeploymentFailed("Not today.")
 
-    monkeypatch.setattr(generate_command, "private_deployment", fail)
+    monkeypatch.setattr(generate_command, "starting_ray", _ray(fail))
     assert "Not today." in _generate("Hi", "--target", target, "--draft", "none").stderr
     assert "Not today." in _generate("Hi", "--target", target, "--draft", target, "--private").stderr
     assert [plan.num_draft_tokens for plan in plans] == [0, 3]
@@ -331,7 +337,7 @@ def test_what_ends_a_deployment_decides_the_exit_code(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(generate_command, "private_deployment", fail)
+    monkeypatch.setattr(generate_command, "starting_ray", _ray(fail))
     result = _generate("prompt", "--target", target, "--draft", "none")
     assert result.exit_code == code
     assert "Traceback" not in result.stderr

@@ -174,6 +174,8 @@ def test_only_its_owner_reaches_it_and_sigterm_drains_an_actor(pair: Pair) -> No
     with private_deployment(pair.plan(), print, startup_seconds=120) as deployed:
         leader = _child_of(os.getpid()).pid
         members = [psutil.Process(pid) for pid in session_members(leader)]
+        # The keeper, Ray's two with two that sleep in the place of Ray's agents, and the actors.
+        assert len(members) == 1 + 4 + 3, [process.cmdline() for process in members]
         assert _listening_hosts(members) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         [ray_head] = [process for process in members if process.name() == "gcs_server"]
         assert _answer_without_token(ray_head) == grpc.StatusCode.UNAUTHENTICATED

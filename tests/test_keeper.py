@@ -105,7 +105,7 @@ class SlowPlacement(Placement):
         self.folders: list[Path] = []
         self._num_failures = num_failures
 
-    def start_ray(self, folder: Path, num_processes: int) -> None:
+    def start_ray(self, folder: Path) -> None:
         self.folders.append(folder)
         if len(self.folders) <= self._num_failures:
             raise RayTooSlow
@@ -119,10 +119,10 @@ def test_a_ray_that_is_too_slow_for_itself_is_started_anew(
     monkeypatch.setattr(local_ray, "end_session", lambda leader, *, spare: ended.append(spare))
     placement = SlowPlacement(num_failures)
     if num_failures < RAY_ATTEMPTS:
-        start_ray(placement, tmp_path, 3)
+        start_ray(placement, tmp_path)
     else:
         with pytest.raises(RuntimeError, match="machine is too busy"):
-            start_ray(placement, tmp_path, 3)
+            start_ray(placement, tmp_path)
     assert ended == [os.getpid()] * num_failures  # the processes of each failed start, never our own
     assert len(set(placement.folders)) == len(placement.folders) == min(num_failures + 1, RAY_ATTEMPTS)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from cluster import staying_plan
+from cluster.finding import find
 from cluster.memory import DoesNotFit
 from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.staying_plan import StayingWish, check_wish, prepare_staying
+from cluster.staying_plan import StayingPlan, StayingWish, check_wish, prepare_staying
 from tests.tiny_models import MAX_LENGTH, save_tiny
 
 WISH = StayingWish(
@@ -36,7 +37,11 @@ def wish(tmp_path_factory: pytest.TempPathFactory) -> StayingWish:
 
 def _plan(wish: StayingWish) -> Plan:
     check_wish(wish)
-    return prepare_staying(wish, print).plan
+    return _prepare(wish).plan
+
+
+def _prepare(wish: StayingWish) -> StayingPlan:
+    return prepare_staying(wish, find(wish.target, wish.draft, print))
 
 
 def test_the_defaults_are_one_of_each_within_the_models_context(wish: StayingWish) -> None:
@@ -72,7 +77,7 @@ def test_without_a_draft_there_are_no_drafters_and_no_draft_tokens(wish: Staying
 def test_slots_by_default_are_as_many_as_fit_and_slots_that_do_not_fit_are_refused(
     wish: StayingWish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = prepare_staying(replace(wish, num_slots=1), print)
+    one = _prepare(replace(wish, num_slots=1))
     needed = staying_plan._estimate  # of the whole deployment
     monkeypatch.setattr(
         staying_plan, "_estimate", lambda *plan: replace(needed(*plan), ray=GB + plan[-1] * 10**8)

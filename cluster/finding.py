@@ -1,0 +1,31 @@
+"""From the names of models to where they are, fetched if need be.
+
+Knows what to say meanwhile. Whether the models fit is checked later: that takes no network and no patience.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.checkpoints import resolve
+
+NO_DRAFT = "none"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Folders of safetensors, or GGUF files."""
+
+    target: Path
+    draft: Path | None  # None: plain decoding
+
+
+def find(target: str, draft: str | None, say: Say) -> Found:
+    """Find a target, and a draft unless it is None or NO_DRAFT. Raises ModelRefused."""
+    say(f"Finding the target {target}")
+    target_at = resolve(target, role="target", progress=say)
+    if draft is None or draft == NO_DRAFT:
+        return Found(target_at, None)
+    say(f"Finding the draft {draft}")
+    return Found(target_at, resolve(draft, role="draft", progress=say))
