@@ -461,3 +461,12 @@ def test_slots_stand_for_what_was_fed_through_any_course_of_events(seed: int) ->
     assert bench.slots.num_used == 0
     assert bench.model._slots == [[], [], []]
     assert len({bench.slots.enter(state([1], session=name), 0)[0].index for name in "xyz"}) == 3
+
+
+def test_sessions_stand_in_the_lowest_free_slots() -> None:
+    """Neighbouring slots share a call of attention."""
+    bench = Bench(num_slots=4)
+    assert [bench.hold(name, [1, 2]).index for name in "abcd"] == [0, 1, 2, 3]
+    for name in "cab":
+        bench.slots.release(name)
+    assert [bench.hold(name, [1, 2]).index for name in "efg"] == [0, 1, 2]

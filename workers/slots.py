@@ -5,6 +5,7 @@ the worker's copy of a truth that the coordinator holds, so any of it may be los
 least recently used first, and a session that comes back is told to send its tokens again.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ class SlotTable:
         self._epoch = epoch
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._free = list(reversed(range(model.num_slots)))
+        self._free = list(range(model.num_slots))  # a heap: low slots stand together and share calls
         self._by_session: dict[str, Slot] = {}
 
     @property
@@ -160,13 +161,13 @@ class SlotTable:
             if not idle:
                 raise TaskError.exhausted(f"all {self._model.num_slots} slots are at work", 1.0)
             self.release(min(idle, key=lambda slot: slot.touched).session)
-        slot = Slot(self._free.pop(), session, touched=self._clock())
+        slot = Slot(heapq.heappop(self._free), session, touched=self._clock())
         self._by_session[session] = slot
         return slot
 
     def _vacate(self, slot: Slot) -> None:
         self._model.truncate(slot.index, 0)
-        self._free.append(slot.index)
+        heapq.heappush(self._free, slot.index)
 
 
 def check_ids(tokens: Sequence[int], field_name: str, vocab_size: int) -> None:
