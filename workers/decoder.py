@@ -63,11 +63,15 @@ class Decoder:
         weights = read_weights(config, tensors)
         self._embedding, self._norm = weights.embedding, rms_norm_of(weights.norm, config.norm_epsilon)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        form = fastest_form([product[0] for layer in weights.layers for product in layer.products])
+        head = weights.head[rows]
+        matrices = [weight for layer in weights.layers for weight, _ in layer.products]
+        self.num_weights = sum(weight.numel() for weight in (*matrices, head))  # that a pass multiplies with
+        form = fastest_form(matrices)
+        del matrices
         self._layers = []
         for window in config.windows:  # a layer's stored form goes before the next one is brought into form
             self._layers.append(_Layer.build(weights.layers.pop(0), form, config.norm_epsilon, window))
-        self._head = form(weights.head[rows], None)
+        self._head = form(head, None)
         self._cos, self._sin = _rotations(config.inverse_frequencies, max_length, self.dtype, self.device)
 
     def logits(self, places: Places, wanted: Tensor, cache: SlotCache) -> Tensor:
