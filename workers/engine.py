@@ -10,11 +10,11 @@ import logging
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
-from workers.checkpoints import GGUF_SUFFIX, ModelRefused
+from workers.checkpoints import GGUF_SUFFIX, ModelRefused, read_json
 from workers.decoder_config import NotADecoder
 from workers.decoder_model import DecoderModel
+from workers.fingerprint import tokens_by_id
 from workers.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -81,4 +81,4 @@ def num_tokens(folder: Path) -> int | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    return max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()) + 1
+    return max(tokens_by_id(read_json(file))) + 1
