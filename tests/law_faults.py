@@ -28,16 +28,18 @@ from coordinator.sessions import Session
 from coordinator.verifying import Verifier
 from protos.wire import pack_tokens, unpack_tokens
 from protos.worker_pb2 import Proposal, TaskReply, VerifyResult
+from tests.dense_rows import block_chances, residual, verify
 from tests.laws import random_table
 from tests.pipelines import pipeline
-from workers.counts import CountRow, IntArray, quantise, quantise_full
+from workers.counts import CountRow, quantise, quantise_full
+from workers.distributions import Distribution, FloatArray, IntArray, Rows
 from workers.jobs import DraftJob, VerifyJob
 from workers.language_model import Feed, Logits
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
-from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.sampling import SamplingSettings, probabilities
 from workers.table_model import NextLogits, TableModel
-from workers.verification import Rule, Uniforms, Verdict, block_chances, draw, residual, verify
+from workers.verification import Rule, Uniforms, Verdict, draw
 
 V = 16
 TOP_K = 8
@@ -184,11 +186,18 @@ class MisdrawnRow(CountRow):
         return self.drawn_from.draw(coin)
 
 
+def over_all(probabilities: FloatArray, ids: IntArray) -> FloatArray:
+    """Written out, [V]."""
+    row = np.zeros(V)
+    row[ids] = probabilities
+    return row
+
+
 def shipped_instead(make: Callable[[FloatArray, int], tuple[CountRow, CountRow]]) -> Patch:
     """From q and the support: the row that is shipped, and the one that is drawn from."""
 
-    def row(q: FloatArray, support: int, _: IntArray | None = None) -> CountRow:
-        shipped, drawn = make(q, support)
+    def row(q: FloatArray, support: int, ids: IntArray) -> CountRow:
+        shipped, drawn = make(over_all(q, ids), support)
         return MisdrawnRow(shipped.ids, shipped.counts, shipped.total, drawn)
 
     return lambda patched: patched.setattr(workers.jobs, "quantise", row)
@@ -237,8 +246,8 @@ def drawn_in(rounded: Callable[[float], float]) -> Patch:
             index = int(np.searchsorted(sums, coin, side="right"))
             return int(self.ids[min(index, self.ids.size - 1)])
 
-    def row(q: FloatArray, support: int, _: IntArray | None = None) -> CountRow:
-        honest = quantise(q, support)
+    def row(q: FloatArray, support: int, ids: IntArray) -> CountRow:
+        honest = quantise(q, support, ids)
         return Rounded(honest.ids, honest.counts, honest.total)
 
     return lambda patched: patched.setattr(workers.jobs, "quantise", row)
@@ -269,8 +278,8 @@ def choosing_by_p(patched: pytest.MonkeyPatch) -> None:
         target = usual_target(tuple(job.slot.tokens.since(0)))
         p = probabilities(np.asarray(target)[None], SamplingSettings(top_k=TOP_K))[0]
 
-        def row(q: FloatArray) -> CountRow:
-            honest = quantise(q, 64)
+        def row(q: Distribution) -> CountRow:
+            honest = quantise(q.probabilities, 64, q.ids)
             return ChosenByP(honest.ids, honest.counts, honest.total, p)
 
         job._make_row = row
@@ -351,7 +360,13 @@ def with_the_seed(number: Patch) -> Patch:
 
 
 def judged(judge: Callable[..., Verdict]) -> Patch:
-    return lambda patched: patched.setattr(workers.jobs, "verify", judge)
+    """By a judge of rows that are written out, `[K+1, V]`."""
+
+    def instead(p: Rows, q: Sequence[CountRow], *others: Any) -> Verdict:
+        rows = [over_all(p[i].probabilities, p[i].ids) for i in range(len(q) + 1)]
+        return judge(np.array(rows), q, *others)
+
+    return lambda patched: patched.setattr(workers.jobs, "verify", instead)
 
 
 def recovered_from_p(

@@ -36,29 +36,29 @@ TRAPS = [
     Trap(
         "p and q swapped in the ratio",
         "workers/verification.py",
-        "if not accept[i] * q[i].q_of(token) < p[i, token]:",
-        "if not accept[i] * p[i, token] < q[i].q_of(token):",
+        "accept[i] * q[i].q_of(token) < p[i].of(token)",
+        "accept[i] * p[i].of(token) < q[i].q_of(token)",
         CORE,
     ),
     Trap(
         "a token with p = 0 accepted at u = 0",
         "workers/verification.py",
-        "if not accept[i] * q[i].q_of(token) < p[i, token]:",
-        "if not accept[i] * q[i].q_of(token) <= p[i, token]:",
+        "accept[i] * q[i].q_of(token) < p[i].of(token)",
+        "accept[i] * q[i].q_of(token) <= p[i].of(token)",
         CORE,
     ),
     Trap(
         "recovered from p instead of the residual",
         "workers/verification.py",
-        "weights = residual(p[num_accepted], q[num_accepted], scale)",
-        "weights = p[num_accepted]",
+        "weights = residual(following, q[num_accepted], scale)",
+        "weights = following.probabilities",
         CORE,
     ),
     Trap(
         "block residual without its weight w",
         "workers/verification.py",
-        "weights = residual(p[num_accepted], q[num_accepted], scale)",
-        "weights = residual(p[num_accepted], q[num_accepted], 1.0)",
+        "weights = residual(following, q[num_accepted], scale)",
+        "weights = residual(following, q[num_accepted], 1.0)",
         CORE,
     ),
     Trap(
@@ -79,7 +79,7 @@ TRAPS = [
         "sampled at another temperature than shipped",
         "workers/jobs.py",
         "self._tokens.append(row.draw(coin))",
-        "self._tokens.append(self._make_row(q**2 / (q**2).sum()).draw(coin))",
+        "self._tokens.append(self._make_row(Distribution(q.ids, q.probabilities**2)).draw(coin))",
         "test_jobs",
     ),
     Trap(
@@ -93,7 +93,8 @@ TRAPS = [
         "sampled from the full q, shipped truncated",
         "workers/jobs.py",
         "self._tokens.append(row.draw(coin))",
-        "self._tokens.append(quantise_full(q, None).draw(coin))",
+        "whole = distribution(logits[0], settings_of(self._task.sampling))\n"
+        "        self._tokens.append(quantise_full(whole.probabilities).draw(coin))",
         "test_jobs",
     ),
     Trap(
@@ -218,6 +219,20 @@ TRAPS = [
         "test_transformers_model",
     ),
     Trap(
+        "p of a position sees later drafts, in the decoder",
+        "workers/slot_cache.py",
+        "hidden = seen > row\n",
+        "hidden = seen > row + 1\n",
+        "test_language_model",
+    ),
+    Trap(
+        "a row sees its neighbour's slot, in the decoder",
+        "workers/slot_cache.py",
+        "seen = self._layers[layer][run.slots, :, ",
+        "seen = self._layers[layer][: run.num_slots, :, ",
+        "test_language_model",
+    ),
+    Trap(
         "a row sees its neighbour's slot",
         "workers/slot_attention.py",
         "keys[slot : slot + 1, :, seen]",
@@ -226,10 +241,10 @@ TRAPS = [
     ),
     Trap(
         "padding of the vocabulary is scored",
-        "workers/transformers_model.py",
-        "vocab_size=_num_tokens(folder)",
+        "workers/engine.py",
+        "vocab_size=num_tokens(folder)",
         "vocab_size=None",
-        "test_transformers_model",
+        "test_engine",
     ),
     Trap(
         "token id 0 taken for none",

@@ -8,8 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from workers.counts import FULL_TOTAL, SPARSE_TOTAL, CountRow, IntArray, one_hot, quantise, quantise_full
-from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.counts import FULL_TOTAL, SPARSE_TOTAL, CountRow, one_hot, quantise, quantise_full
+from workers.distributions import FloatArray, IntArray
+from workers.sampling import SamplingSettings, probabilities
 
 ALMOST_ONE = 1.0 - 2.0**-53
 

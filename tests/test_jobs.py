@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from google.rpc.error_details_pb2 import BadRequest
 
+import workers.jobs
 from protos.limits import MAX_DRAFT_TOKENS
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
@@ -37,16 +38,18 @@ from protos.worker_pb2 import (
     TaskReply,
     VerifyTask,
 )
+from tests.dense_rows import verify
 from workers.counts import CountRow, one_hot, quantise, quantise_full
-from workers.jobs import DraftJob, Job, VerifyJob
+from workers.distributions import Distribution, FloatArray
+from workers.jobs import DraftJob, Job, VerifyJob, settings_of
 from workers.language_model import Feed, Logits
 from workers.passes import PassLoop, Work
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
-from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.sampling import SamplingSettings, distribution, probabilities
 from workers.slots import SlotTable
 from workers.table_model import TableModel
-from workers.verification import Rule, Uniforms, Verdict, verify
+from workers.verification import Rule, Uniforms, Verdict
 
 V = 12
 EPOCH = 5
@@ -127,6 +130,18 @@ def verdict_of(
         bonus=coin(len(tokens), Purpose.BONUS),
     )
     return verify(p, rows, tokens, coins, RULES[rule])
+
+
+def overlap_of(
+    prefix: Sequence[int],
+    tokens: Sequence[int],
+    rows: Sequence[CountRow],
+    num_accepted: int,
+    settings: SamplingSettings = PLAIN,
+) -> float:
+    """What a verdict must say of how alike p and q are, up to the cut."""
+    p = [q_of(TARGET, [*prefix, *tokens[:i]], settings) for i in range(len(tokens))][: num_accepted + 1]
+    return sum(float(np.minimum(p_row[row.ids], row.q).sum()) for p_row, row in zip(p, rows, strict=False))
 
 
 RuleNumber = Any  # the generated enum has no type at run time
@@ -345,6 +360,63 @@ async def test_a_drafter_with_fewer_ids_proposes_these_alone() -> None:
             assert (tokens, same(rows, expected[1])) == (expected[0], True)
 
 
+@pytest.mark.parametrize("encoding", [ENCODING_SPARSE, ENCODING_ONE_HOT])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0, top_p=1.0),
+        Sampling(temperature=0.0, top_p=1.0),
+        Sampling(temperature=0.7, top_k=5, top_p=1.0),
+        Sampling(temperature=1.3, top_k=1000, top_p=1.0),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, top_p=1.0, min_p=0.1),
+        Sampling(temperature=0.7, top_k=50, top_p=0.95, min_p=0.02),
+    ],
+    ids=lambda sampling: " ".join(str(sampling).split()),
+)
+def test_columns_that_a_row_drops_do_not_change_what_is_left_of_it(sampling: Sampling, encoding: int) -> None:
+    """They are not computed; the row is still what all of q gives."""
+    size, output_ids = 3000, np.arange(3000) * 3
+    model = TableModel(lambda _: np.zeros(size), 3 * size, output_ids=output_ids)
+    slots = SlotTable(model, epoch=EPOCH, lease_seconds=60.0, clock=time.monotonic)
+    settings = settings_of(sampling)
+    for seed in range(25):
+        logits = 4.0 * np.random.default_rng(seed).normal(size=(1, size)).astype(np.float32)
+        fields = {"sampling": sampling, "encoding": encoding, "support": 64, "vocab_size": 3 * size}
+        job = DraftJob(draft_task(state([1]), 1, **fields), slots, model, lambda: False)
+        reply = job.advance(logits)
+        assert reply is not None
+        tokens = unpack_tokens(reply.draft.proposal.tokens, "tokens")
+        rows, _ = read_rows(reply.draft.proposal.rows, tokens, 3 * size)
+        q = probabilities(logits, settings)[0]
+        likeliest = one_hot(int(output_ids[q.argmax()]))
+        expected = quantise(q, 64, output_ids) if encoding == ENCODING_SPARSE else likeliest
+        assert same(rows, [expected])
+        slots.leave(job.slot)
+
+
+async def test_a_target_makes_no_row_behind_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FloatArray] = []
+
+    def noted(logits: FloatArray, settings: SamplingSettings) -> Distribution:
+        made.append(logits)
+        return distribution(logits, settings)
+
+    monkeypatch.setattr(workers.jobs, "distribution", noted)
+    outcomes = set()
+    async with Bench(TARGET) as bench:
+        for round in range(1, 31):
+            prefix = [*PROMPT, round % V]
+            tokens, rows = drafts_of(DRAFT, prefix, 4)
+            made.clear()
+            (reply,) = await bench.ask(verify_task(state(prefix, round=round), tokens, rows))
+            num_accepted = reply.verify.num_accepted
+            wanted = [TARGET((*prefix, *tokens[:i])).astype(np.float32) for i in range(num_accepted + 1)]
+            assert np.array_equal(made, wanted)
+            outcomes.add(num_accepted)
+    assert len(outcomes) > 2
+
+
 async def test_a_prefill_brings_the_cache_up_to_date_and_draws_nothing() -> None:
     async with Bench(DRAFT) as bench:
         (reply,) = await bench.ask(draft_task(state(PROMPT), 0))
@@ -462,6 +534,8 @@ async def test_a_verdict_is_that_of_the_pure_function_with_the_coins_of_its_roun
             (reply,) = await bench.ask(task)
             expected = verdict_of(prefix, tokens, rows, rule, choice=choice, seed=SEED + round)
             assert judged(reply) == expected
+            overlap = overlap_of(prefix, tokens, rows, expected.num_accepted)
+            assert reply.verify.sum_min_pq == pytest.approx(overlap, abs=1e-14)
             assert reply.verify.digest == task.digest
             assert (reply.verify.num_unusable_rows, reply.verify.num_redraw_mismatches) == (0, 0)
             assert bench.held() == prefix + tokens[: expected.num_accepted]
@@ -479,7 +553,10 @@ async def test_the_targets_settings_shape_p() -> None:
             (reply,) = await bench.ask(
                 verify_task(state(prefix, round=round), tokens, rows, sampling=sampling)
             )
-            assert judged(reply) == verdict_of(prefix, tokens, rows, settings=settings)
+            expected = verdict_of(prefix, tokens, rows, settings=settings)
+            assert judged(reply) == expected
+            overlap = overlap_of(prefix, tokens, rows, expected.num_accepted, settings)
+            assert reply.verify.sum_min_pq == pytest.approx(overlap, abs=1e-14)
 
 
 async def test_a_greedy_target_follows_its_likeliest_tokens() -> None:

@@ -15,8 +15,8 @@ from google.rpc.error_details_pb2 import BadRequest
 from protos.status import TaskError
 from protos.worker_pb2 import FullRow, OneHotRow, QRow, QRows, SparseRow
 from workers.counts import FULL_TOTAL, SPARSE_TOTAL, CountRow, one_hot, quantise, quantise_full
+from workers.distributions import FloatArray
 from workers.rows import read_rows, write_rows
-from workers.sampling import FloatArray
 
 V = 50  # vocabulary
 

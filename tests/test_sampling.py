@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.distributions import FloatArray
+from workers.sampling import NUM_GROUPS, SamplingSettings, distribution, probabilities
 
 INFINITY = math.inf
 
@@ -113,6 +114,63 @@ def test_ties_with_the_kth_logit_stay() -> None:
     found = probabilities(logits, settings)
     assert (found > 0.0).tolist() == [[False, True, True, True, False], [True, True, False, False, False]]
     assert found == pytest.approx(by_transformers(logits, settings), rel=1e-14, abs=0.0)
+
+
+@pytest.mark.parametrize("size", [NUM_GROUPS, NUM_GROUPS + 1, 2 * NUM_GROUPS, 10_000])
+@pytest.mark.parametrize("top_k", [1, 50, NUM_GROUPS - 1, NUM_GROUPS, NUM_GROUPS + 1])
+def test_ties_stay_in_a_large_vocabulary_too(size: int, top_k: int) -> None:
+    """Logits of few bits, as a bfloat16 model gives them: many equal the k-th."""
+    logits = np.round(4.0 * random_logits(8, 2, size)) / 4.0
+    settings = SamplingSettings(top_k=top_k)
+    found, wanted = probabilities(logits, settings), by_transformers(logits, settings)
+    assert ((found > 0.0) == (wanted > 0.0)).all()
+    assert np.allclose(found, wanted, rtol=1e-12, atol=0.0)
+
+
+def kept_by_sorting(weights: FloatArray, top_p: float) -> NDArray[np.bool_]:
+    """Top-p by its definition: the least likely go, of equals the first, while their sum is at most 1 - p."""
+    ascending = np.argsort(weights, kind="stable")
+    dropped = np.cumsum(weights[ascending]) <= 1.0 - top_p
+    dropped[-1] = False
+    kept = np.ones(weights.size, dtype=bool)
+    kept[ascending[dropped]] = False
+    return kept
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("digits", [0, 1, 6])
+@pytest.mark.parametrize("top_p", [1e-300, 1e-3, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0 - 1e-12])
+def test_top_p_keeps_what_a_sort_of_everything_would_keep(spread: float, digits: int, top_p: float) -> None:
+    """From flat rows to sure ones, and with many equals, of which the highest ids stay."""
+    for size in (2, 64, 3000):
+        logits = np.round(random_logits(9, 3, size, spread), digits)
+        whole = probabilities(logits, SamplingSettings())
+        for row, weights in zip(logits, whole, strict=True):
+            law = distribution(row, SamplingSettings(top_p=top_p))
+            kept = kept_by_sorting(weights, top_p)
+            assert law.ids.tolist() == np.flatnonzero(kept).tolist()
+            expected = weights[kept] / weights[kept].sum()
+            assert np.allclose(law.probabilities, expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ids"),
+    [
+        (SamplingSettings(), 50_000),
+        (SamplingSettings(temperature=0.0), 1),
+        (SamplingSettings(temperature=0.0, top_k=50), 1),
+        (SamplingSettings(top_k=50), 50),
+        (SamplingSettings(0.7, 50, 0.95, 0.1), 5),
+    ],
+)
+def test_a_distribution_names_the_kept_ids_alone(settings: SamplingSettings, num_ids: int) -> None:
+    """So that what is done with it need not touch the others."""
+    logits = random_logits(1, 1, 50_000)
+    law = distribution(logits[0], settings)
+    dense = probabilities(logits, settings)[0]
+    assert law.ids.size == num_ids
+    assert (np.diff(law.ids) > 0).all()
+    assert law.at(np.arange(50_000)).tolist() == dense.tolist()
 
 
 def test_fewer_possible_tokens_than_top_k() -> None:

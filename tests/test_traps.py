@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.dense_rows import block_chances, residual, verify
 from tests.test_verification import (
     ABC_P,
     ABC_Q,
@@ -38,9 +39,10 @@ from tests.test_verification import (
     verdict_law,
 )
 from workers.counts import CountRow, one_hot, quantise, quantise_full
+from workers.distributions import FloatArray
 from workers.randomness import Purpose, uniform
-from workers.sampling import FloatArray, SamplingSettings, probabilities
-from workers.verification import Rule, Uniforms, Verdict, block_chances, draw, residual, verify
+from workers.sampling import SamplingSettings, probabilities
+from workers.verification import Rule, Uniforms, Verdict, draw
 
 A, B, C = range(3)
 KEY = b"the target's key"

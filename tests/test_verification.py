@@ -11,23 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from tests.dense_rows import block_chances, possible, residual, verify, whole
+from workers import verification
 from workers.counts import CountRow, one_hot, quantise, quantise_full
-from workers.sampling import FloatArray
-from workers.verification import (
-    Rule,
-    Uniforms,
-    UnusableTarget,
-    Verdict,
-    block_chances,
-    draw,
-    residual,
-    verify,
-)
+from workers.distributions import Distribution, FloatArray, RowsOnDemand
+from workers.verification import Rule, Uniforms, UnusableTarget, Verdict, draw
 
 GRID = 1 << 53  # a uniform is an integer below GRID, over GRID
 LAST = GRID - 1
@@ -659,3 +652,119 @@ def test_a_target_row_without_any_mass_cuts_the_block_before_it(rule: Rule) -> N
     q = [CountRow(np.array([0, 1]), np.array([1, 1]), 2)] * 2
     with pytest.raises(UnusableTarget):  # p = q accepts the first draft, and the broken row must be sampled
         verify(p, q, [0, 1], Uniforms([0.9, 0.9], [0.5, 0.5], 0.5), rule)
+
+
+# --- rows on demand ---------------------------------------------------------------------------------------
+
+SURE_OF_1 = np.array([0.0, 1.0])
+EVEN = np.array([0.5, 0.5])
+KEPT, REJECTED = 0.0, ALMOST_ONE  # by EVEN, where the draft's row is one_hot(0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "p", "coins", "made"),
+    [
+        pytest.param(Rule.TOKEN, [EVEN], [], [0], id="plain"),
+        pytest.param(Rule.TOKEN, [EVEN] * 4, [REJECTED, KEPT, KEPT], [0], id="token, first rejected"),
+        pytest.param(Rule.TOKEN, [EVEN] * 4, [KEPT, REJECTED, KEPT], [0, 1], id="token, second rejected"),
+        pytest.param(Rule.TOKEN, [EVEN] * 4, [KEPT, KEPT, KEPT], [0, 1, 2, 3], id="token, all kept"),
+        pytest.param(Rule.BLOCK, [EVEN], [], [0], id="plain, block"),
+        pytest.param(Rule.BLOCK, [EVEN] * 4, [REJECTED] * 3, [0, 1, 2], id="block, bonus row not reached"),
+        pytest.param(Rule.BLOCK, [EVEN] * 4, [REJECTED, REJECTED, KEPT], [0, 1, 2, 3], id="block, all kept"),
+        pytest.param(Rule.BLOCK, [EVEN, SURE_OF_1, EVEN, EVEN], [KEPT] * 3, [0, 1], id="block, impossible"),
+        pytest.param(
+            Rule.BLOCK, [SURE_OF_1, EVEN, EVEN, EVEN], [KEPT] * 3, [0], id="block, first impossible"
+        ),
+    ],
+)
+def test_a_row_of_p_is_made_only_where_a_decision_depends_on_it(
+    rule: Rule, p: list[FloatArray], coins: list[float], made: list[int]
+) -> None:
+    looked_at: set[int] = set()
+
+    def make(position: int) -> Distribution:
+        looked_at.add(position)
+        return whole(p[position])
+
+    drafts = [0] * len(coins)
+    uniforms = Uniforms(coins, [0.5] * len(coins), 0.5)
+    verification.verify(RowsOnDemand(make), [one_hot(token) for token in drafts], drafts, uniforms, rule)
+    assert sorted(looked_at) == made
+
+
+def random_case(
+    generator: np.random.Generator,
+) -> tuple[list[FloatArray], list[CountRow], list[int], Uniforms]:
+    """Up to four drafts over up to six ids: ties, zeros, sure rows, one-hot rows, and broken rows of p."""
+    vocabulary, num_drafts = int(generator.integers(2, 7)), int(generator.integers(0, 5))
+
+    def counts() -> CountRow:
+        drawn = generator.multinomial(8, generator.dirichlet(np.ones(vocabulary)))
+        return CountRow(np.flatnonzero(drawn), drawn[drawn > 0], 8)
+
+    p = [dense(counts(), vocabulary) for _ in range(num_drafts + 1)]
+    for row in p:
+        if generator.random() < 0.1:
+            row *= generator.choice([0.0, 1.0])
+            row[generator.integers(vocabulary)] = generator.choice([np.nan, np.inf, 0.0])
+    q = [counts() for _ in range(num_drafts)]
+    q = [one_hot(int(row.ids[0])) if generator.random() < 0.2 else row for row in q]
+    tokens = [row.draw(generator.random()) for row in q]
+    accept, recover = (generator.random(num_drafts).tolist() for _ in range(2))
+    return p, q, tokens, Uniforms(accept, recover, generator.random())
+
+
+def outcome(*case: Any) -> Verdict | str:
+    try:
+        return verification.verify(*case)
+    except UnusableTarget as error:
+        return str(error)
+
+
+def test_making_rows_on_demand_or_leaving_out_their_zeros_changes_no_verdict() -> None:
+    """Against rows that are all made before, of a block cut before the first broken one."""
+    generator = np.random.default_rng(70)
+    seen: set[tuple[int, int] | str] = set()
+    for case in range(2500):
+        p, q, tokens, uniforms = random_case(generator)
+        rule = list(Rule)[case % 2]
+        rows = [whole(row) for row in p]
+        end = next((i for i, row in enumerate(rows[:-1]) if not row.usable), len(tokens))
+        upto_end = Uniforms(uniforms.accept[:end], uniforms.recover[:end], uniforms.bonus)
+        expected = outcome(rows[: end + 1], q[:end], tokens[:end], upto_end, rule)
+        for form in (whole, possible):
+            on_demand = RowsOnDemand(lambda i, p=p, form=form: form(p[i]))  # type: ignore[misc]
+            assert outcome(on_demand, q, tokens, uniforms, rule) == expected
+        seen.add("failed" if isinstance(expected, str) else (expected.num_accepted, len(tokens)))
+    assert seen == {"failed", *((n, k) for k in range(5) for n in range(k + 1))}
+
+
+# --- draws from many weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 512, 1000, 5000])
+def test_a_draw_from_many_weights_is_that_of_the_running_sum(size: int) -> None:
+    """Small integers sum exactly, so both must agree at every threshold, also where whole blocks are zero."""
+    generator = np.random.default_rng(size)
+    weights = generator.integers(0, 4, size=size).astype(np.float64)
+    weights[size // 4 : size // 2] = 0.0
+    weights[-size // 5 :] = 0.0
+    running = np.cumsum(weights)
+    for threshold in range(int(running[-1])):
+        uniform = threshold / running[-1]
+        expected = int(np.searchsorted(running, uniform * running[-1], side="right"))
+        assert draw(weights, uniform) == expected
+    assert draw(weights, ALMOST_ONE) == np.flatnonzero(weights)[-1]
+
+
+def test_rounding_between_blocks_never_draws_a_weight_of_zero() -> None:
+    """Uniforms at the very borders of blocks, where the sum of a block and its running sum may differ."""
+    generator = np.random.default_rng(71)
+    for _ in range(50):
+        weights = generator.exponential(size=1500) * (generator.random(1500) > 0.7)
+        weights[-300:] = 0.0
+        borders = np.cumsum(weights)[255::256] / weights.sum()
+        for uniform in {
+            u for border in borders for u in (border - 2.0**-53, border, border + 2.0**-53) if u < 1
+        }:
+            assert weights[draw(weights, uniform)] > 0.0

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from workers.sampling import FloatArray
+from workers.distributions import FloatArray, IntArray
 
 SPARSE_TOTAL = 1 << 15  # counts of a sparse row fit 16 bits
 FULL_TOTAL = 1 << 31  # counts of a full row fit 32 bits
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +32,13 @@ class CountRow:
 
     def q_of(self, token: int) -> float:
         """q(token)."""
-        index = int(np.searchsorted(self.ids, token))
+        index = int(self.ids.searchsorted(token))
         return float(self.q[index]) if index < self.ids.size and self.ids[index] == token else 0.0
 
     def draw(self, uniform: float) -> int:
         """The token selected by a uniform u on [0, 1): the first id whose running count exceeds u * total."""
         threshold = int(uniform * self.total)  # exact: total is a power of two
-        return int(self.ids[np.searchsorted(np.cumsum(self.counts), threshold, side="right")])
+        return int(self.ids[self.counts.cumsum().searchsorted(threshold, side="right")])
 
 
 def one_hot(token: int) -> CountRow:

@@ -7,8 +7,8 @@ K draft tokens, L base length, V vocabulary, C logit columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,11 +32,12 @@ from protos.worker_pb2 import (
     VerifyResult,
     VerifyTask,
 )
-from workers.counts import CountRow, IntArray, one_hot, quantise, quantise_full
+from workers.counts import CountRow, one_hot, quantise, quantise_full
+from workers.distributions import Distribution, Rows, RowsOnDemand
 from workers.language_model import LanguageModel, Logits
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
-from workers.sampling import FloatArray, SamplingSettings, probabilities
+from workers.sampling import SamplingSettings, distribution
 from workers.slots import Slot, SlotTable, check_ids
 from workers.verification import Rule, Uniforms, UnusableTarget, Verdict, verify
 
@@ -87,12 +88,12 @@ class DraftJob(Job):
                 "num_draft_tokens", f"is {task.num_draft_tokens}; the limit is {MAX_DRAFT_TOKENS}"
             )
         _check_key(task.draft_key)
-        self._make_row = _row_maker(task, model.output_ids)
-        self._settings = settings_of(task.sampling)
+        self._make_row = _row_maker(task)
+        self._settings = _draft_settings(task)
         self._task = task
-        self._vocab_size = task.vocab_size
         self._out_of_time = out_of_time
         self._num_columns = _num_columns(task, model)
+        self._output_ids = model.output_ids
         self._tokens: list[int] = []
         self._rows: list[CountRow] = []
         self.slot, self.pending = slots.enter(task.state, max(task.num_draft_tokens - 1, 0))
@@ -102,9 +103,11 @@ class DraftJob(Job):
         """Draw one token, unless time is up or the row is no distribution."""
         if self._task.num_draft_tokens == 0 or self._out_of_time():
             return self._reply()
-        q = probabilities(logits[:, : self._num_columns], self._settings)[0]
-        if not np.isfinite(q).all():
+        q = distribution(logits[0, : self._num_columns], self._settings)
+        if not q.usable:
             return self._reply()  # the tokens before a row that cannot be computed are good
+        if self._output_ids is not None:
+            q = Distribution(self._output_ids[q.ids], q.probabilities)
         base_length = self._task.state.base_length
         position = base_length + len(self._tokens)
         row = self._make_row(q)
@@ -115,7 +118,7 @@ class DraftJob(Job):
         return self._reply() if len(self._tokens) == self._task.num_draft_tokens else None
 
     def _reply(self) -> TaskReply:
-        rows = write_rows(self._rows, self._vocab_size)
+        rows = write_rows(self._rows, self._task.vocab_size)
         proposal = Proposal(tokens=pack_tokens(self._tokens), rows=rows)
         return TaskReply(draft=DraftResult(proposal=proposal))
 
@@ -145,7 +148,7 @@ class VerifyJob(Job):
 
     def advance(self, logits: Logits) -> TaskReply:
         """Accept, recover or draw the bonus, and cut the cache behind the accepted tokens."""
-        p = probabilities(logits, self._settings)
+        p = RowsOnDemand(lambda position: distribution(logits[position], self._settings))
         try:
             verdict = verify(p, self._rows, self._tokens, self._uniforms(), self._rule)
         except UnusableTarget as error:
@@ -161,10 +164,10 @@ class VerifyJob(Job):
         )
         return TaskReply(verify=result)
 
-    def _sum_min_pq(self, p: FloatArray, verdict: Verdict) -> float:
+    def _sum_min_pq(self, p: Rows, verdict: Verdict) -> float:
         """Over the accepted positions and the one behind them: by the token rule, all that were judged."""
         judged = self._rows[: verdict.num_accepted + 1]
-        return sum(float(np.minimum(p[i, row.ids], row.q).sum()) for i, row in enumerate(judged))
+        return sum(float(np.minimum(p[i].at(row.ids), row.q).sum()) for i, row in enumerate(judged))
 
     def _num_mismatches(self) -> int:
         """How many tokens are not what their row gives for the draft key.
@@ -209,15 +212,18 @@ class ScoreJob(Job):
 
     def advance(self, logits: Logits) -> TaskReply:
         """All rows at once."""
-        rows = [_positive(p) for p in probabilities(logits, self._settings)]
+        rows = [_positive(distribution(row, self._settings)) for row in logits]
         return TaskReply(score=ScoreReply(rows=rows))
 
 
-def _positive(p: FloatArray) -> ProbabilityRow:
-    if not np.isfinite(p).all():
+def _positive(p: Distribution) -> ProbabilityRow:
+    if not p.usable:
         raise TaskError.internal("the target's logits give no distribution here")
-    ids = np.flatnonzero(p)
-    return ProbabilityRow(ids=pack_tokens(ids.tolist()), probabilities=p[ids].astype("<f8").tobytes())
+    possible = p.probabilities > 0.0
+    return ProbabilityRow(
+        ids=p.ids[possible].astype("<u4").tobytes(),
+        probabilities=p.probabilities[possible].astype("<f8").tobytes(),
+    )
 
 
 def _num_columns(task: DraftTask, model: LanguageModel) -> int:
@@ -255,24 +261,33 @@ def _rule_of(task: VerifyTask) -> Rule:
     return rules[task.rule]
 
 
-def _row_maker(task: DraftTask, output_ids: IntArray | None) -> Callable[[FloatArray], CountRow]:
-    """From q `[C]` to the row that is drawn from and shipped."""
+def _draft_settings(task: DraftTask) -> SamplingSettings:
+    """Settings that give the same row with less work: what the row's encoding drops need not be computed.
+
+    Only top-p needs the mass of the columns outside the support.
+    """
+    settings = settings_of(task.sampling)
+    if task.encoding == ENCODING_ONE_HOT:
+        return replace(settings, temperature=0.0)
+    if task.encoding == ENCODING_SPARSE and settings.top_p == 1.0:
+        return replace(settings, top_k=min(settings.top_k or task.support, task.support))
+    return settings
+
+
+def _row_maker(task: DraftTask) -> Callable[[Distribution], CountRow]:
+    """From q to the row that is drawn from and shipped."""
     if task.encoding == ENCODING_SPARSE:
-        if not 1 <= task.support <= MAX_SUPPORT:
-            raise TaskError.invalid("support", f"is {task.support}; it must lie in 1..{MAX_SUPPORT}")
-        return lambda q: quantise(q, task.support, output_ids)
+        support = task.support
+        if not 1 <= support <= MAX_SUPPORT:
+            raise TaskError.invalid("support", f"is {support}; it must lie in 1..{MAX_SUPPORT}")
+        return lambda q: quantise(q.probabilities, support, q.ids)
     if task.encoding == ENCODING_FULL:
         num_bytes = 4 * task.vocab_size * task.num_draft_tokens
         if num_bytes > MAX_MESSAGE_BYTES // 4:
             raise TaskError.invalid("encoding", f"is FULL, which takes {num_bytes} bytes; draft fewer tokens")
-        return lambda q: quantise_full(q, output_ids)
+        return lambda q: quantise_full(q.probabilities, q.ids)
     if task.encoding == ENCODING_ONE_HOT:
-        return lambda q: one_hot(_likeliest(q, output_ids))
+        return lambda q: one_hot(int(q.ids[0]))
     raise TaskError.invalid(
         "encoding", f"is {task.encoding}; known are {ENCODING_SPARSE}, {ENCODING_FULL}, {ENCODING_ONE_HOT}"
     )
-
-
-def _likeliest(q: FloatArray, output_ids: Sequence[int] | IntArray | None) -> int:
-    column = int(q.argmax())
-    return column if output_ids is None else int(output_ids[column])

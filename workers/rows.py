@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 
 from protos.status import TaskError
 from protos.worker_pb2 import FullRow, OneHotRow, QRow, QRows, SparseRow
-from workers.counts import FULL_TOTAL, SPARSE_TOTAL, CountRow, IntArray, one_hot
+from workers.counts import FULL_TOTAL, SPARSE_TOTAL, CountRow, one_hot
+from workers.distributions import IntArray
 
 
 class UnusableRow(ValueError):
@@ -65,9 +66,9 @@ def _read_row(message: QRow, token: int, vocab_size: int) -> CountRow:
         ids = _integers(message.sparse.ids, "<u4")
         counts = _integers(message.sparse.counts, "<u2")
         total = SPARSE_TOTAL
-        if ids.size != counts.size or (counts == 0).any():
+        if ids.size != counts.size or not counts.all():
             raise UnusableRow("ids and counts do not pair up")
-        if (np.diff(ids) <= 0).any() or (ids.size and ids[-1] >= vocab_size):
+        if (ids[1:] <= ids[:-1]).any() or (ids.size and ids[-1] >= vocab_size):
             raise UnusableRow(f"ids do not ascend below {vocab_size}")
     elif kind == "full":
         by_id = _integers(message.full.counts, "<u4")

@@ -22,10 +22,11 @@ from transformers import AutoTokenizer
 
 from workers.checkpoints import resolve
 from workers.counts import CountRow, quantise, quantise_full
+from workers.distributions import FloatArray
+from workers.engine import load_model
 from workers.language_model import Feed, LanguageModel
 from workers.rows import write_rows
-from workers.sampling import FloatArray, SamplingSettings, probabilities
-from workers.transformers_model import TransformersModel
+from workers.sampling import SamplingSettings, probabilities
 from workers.verification import draw
 
 SUPPORTS = (16, 32, 64, 128, 256)
@@ -71,9 +72,9 @@ def main() -> None:
     console = Console(stderr=True)
     folder = resolve(options.target, role="target", progress=console.print)
     length = options.max_prompt + options.tokens
-    target = TransformersModel.load(folder, num_slots=1, max_length=length)
+    target = load_model(folder, num_slots=1, max_length=length)
     draft_folder = resolve(options.draft, role="draft", progress=console.print)
-    draft = TransformersModel.load(draft_folder, num_slots=1, max_length=length)
+    draft = load_model(draft_folder, num_slots=1, max_length=length)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     rng = np.random.default_rng(0)
