@@ -14,7 +14,7 @@ from tests.engines import plain_logits, same, some
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny
 from workers.checkpoints import ModelRefused
 from workers.decoder_model import DecoderModel
-from workers.engine import load_model
+from workers.engine import load_model, precision_of
 from workers.language_model import Feed
 from workers.transformers_model import TransformersModel
 
@@ -49,7 +49,7 @@ def test_a_folder_is_loaded_with_its_output_ids(family: str, tmp_path: Path, dra
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_lower_precision_can_be_asked_for(family: str, tmp_path: Path, draw: random.Random) -> None:
     save_tiny(tmp_path, family)
-    engine = load_model(tmp_path, num_slots=2, max_length=32, dtype=torch.bfloat16)
+    engine = load_model(tmp_path, num_slots=2, max_length=32, precision="bfloat16")
     tokens = some(draw, 10)
     logits = engine.forward([Feed(0, 0, tokens, 10)])[0]
     assert logits.dtype == np.float32
@@ -138,3 +138,31 @@ def test_the_demo_target_gets_its_own_logits_for_a_real_prompt(demo_target: Path
     engine.forward([Feed(1, 0, tokens[:11], 0), Feed(0, 0, tokens[5:20], 0)])
     logits = engine.forward([Feed(0, 15, tokens[:4], 4), Feed(1, 11, tokens[11:], len(tokens) - 11)])
     np.testing.assert_allclose(logits[1], expected[11:], rtol=0, atol=1e-3)
+
+
+def test_a_shallow_draft_runs_in_eight_bits_and_a_target_never(tmp_path: Path, draw: random.Random) -> None:
+    save_tiny(tmp_path)
+    tokens = some(draw, 20)
+    expected = plain_logits(FAMILIES["llama"](), tokens)
+    feed = Feed(0, 0, tokens, 20)
+    exact = load_model(tmp_path, role="draft", num_slots=1, max_length=32, precision="float32")
+    same(exact.forward([feed])[0], expected)
+    crude = load_model(tmp_path, role="draft", num_slots=1, max_length=32).forward([feed])[0]
+    error = np.abs(crude - expected).mean() / np.abs(expected).mean()
+    assert 0.001 < error < 0.2, "as crude as 8 bits are, and no cruder"
+    same(load_model(tmp_path, role="target", num_slots=1, max_length=32).forward([feed])[0], expected)
+    with pytest.raises(ModelRefused, match="int8 is not for a target"):
+        load_model(tmp_path, role="target", num_slots=1, max_length=32, precision="int8")
+
+
+def test_a_deep_draft_keeps_its_precision(tmp_path: Path) -> None:
+    """What 8 bits cost adds up over the layers."""
+    for num_layers, precision in ((4, "int8"), (5, "float32")):
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers}))
+        assert precision_of(tmp_path, "draft", "auto", "cpu") == precision
+
+
+def test_a_kind_of_model_that_has_no_eight_bits_says_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gemma3")
+    with pytest.raises(ModelRefused, match="does not run in int8"):
+        load_model(tmp_path, role="draft", num_slots=1, max_length=32, precision="int8")

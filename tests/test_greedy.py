@@ -48,7 +48,10 @@ async def test_greedy_text_equals_generate_up_to_near_ties(demo_target: Path, de
 
 async def _ours(target: Path, draft: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
     length = max(map(len, prompts)) + NUM_TOKENS
-    models = [load_model(folder, num_slots=BATCH, max_length=length) for folder in (target, draft)]
+    models = [
+        load_model(target, role="target", num_slots=BATCH, max_length=length),
+        load_model(draft, role="draft", num_slots=BATCH, max_length=length),
+    ]
     async with pipeline(*models, end_token_ids=(END,), num_draft_tokens=3) as running:
         generated = await asyncio.gather(
             *(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from workers.products import Form, fastest_form, packed, plain, weight_major
+from workers.products import Form, fastest_form, int8, packed, plain, weight_major
 
 
 @pytest.mark.parametrize("form", [plain, packed, weight_major])
@@ -17,6 +17,21 @@ def test_a_form_gives_the_plain_product(form: Form, num_rows: int, has_bias: boo
     with torch.inference_mode():
         product = form(weight, bias)(x)
     torch.testing.assert_close(product, linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_eight_bits_give_the_product_to_a_percent(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 256), torch.randn(5, 256)
+    bias = torch.randn(48) if has_bias else None
+    with torch.inference_mode():
+        error = int8(weight, bias)(x) - linear(x, weight, bias)
+    assert 0.0 < float(error.norm() / linear(x, weight).norm()) < 0.02
+
+
+def test_eight_bits_take_a_row_of_zeros() -> None:
+    weight = torch.zeros(3, 8)
+    assert not int8(weight, None)(torch.ones(2, 8)).any()
 
 
 def test_a_form_is_chosen_for_float32_on_a_cpu_only() -> None:

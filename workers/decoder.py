@@ -55,9 +55,18 @@ class Decoder:
     """A stack of layers with its embedding and head. Pure arithmetic: the slots are given to each pass."""
 
     def __init__(
-        self, config: DecoderConfig, tensors: dict[str, Tensor], rows: slice | Tensor, max_length: int
+        self,
+        config: DecoderConfig,
+        tensors: dict[str, Tensor],
+        *,
+        rows: slice | Tensor,
+        max_length: int,
+        form: Form | None = None,
     ) -> None:
-        """Take the weights out of `tensors`: see `read_weights`. `rows` of the head are computed."""
+        """Take the weights out of `tensors`: see `read_weights`. `rows` of the head are computed.
+
+        `form` is that of the products, by default the one that is fastest here.
+        """
         self.config = config
         self.heads_per_kv_head = config.num_heads // config.num_kv_heads  # R
         weights = read_weights(config, tensors)
@@ -66,7 +75,7 @@ class Decoder:
         head = weights.head[rows]
         matrices = [weight for layer in weights.layers for weight, _ in layer.products]
         self.num_weights = sum(weight.numel() for weight in (*matrices, head))  # that a pass multiplies with
-        form = fastest_form(matrices)
+        form = form or fastest_form(matrices)
         del matrices
         self._layers = []
         for window in config.windows:  # a layer's stored form goes before the next one is brought into form

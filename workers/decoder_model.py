@@ -23,6 +23,7 @@ from workers.decoder import Decoder
 from workers.decoder_config import DecoderConfig, Json
 from workers.feeds import HeldPositions, checked_output_ids, split_logits, wanted_rows
 from workers.language_model import Feed, Logits
+from workers.products import Form
 from workers.slot_cache import Places, SlotCache, in_call_order
 from workers.static_passes import StaticPasses
 
@@ -39,11 +40,12 @@ class DecoderModel:
         max_length: int,
         output_ids: Sequence[int] | NDArray[np.int64] | None = None,
         vocab_size: int | None = None,
+        form: Form | None = None,
     ) -> None:
         """Take the weights out of `tensors`. Raises NotADecoder; ValueError for a bad size or output id.
 
         `config` is a config.json. `vocab_size` leaves out the ids from there on, with which a model pads
-        its vocabulary.
+        its vocabulary. `form` is that of the products, by default the one that is fastest here.
         """
         shape = DecoderConfig.read(config)
         self._vocab_size = min(shape.vocab_size, vocab_size or shape.vocab_size)
@@ -53,7 +55,7 @@ class DecoderModel:
         self._num_slots, self._max_length = num_slots, max_length
         self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
         columns = slice(self._vocab_size) if self._output_ids is None else torch.tensor(self._output_ids)
-        self._decoder = Decoder(shape, tensors, columns, max_length)
+        self._decoder = Decoder(shape, tensors, rows=columns, max_length=max_length, form=form)
         self._cache = SlotCache(
             shape.num_layers,
             num_slots,
@@ -76,6 +78,7 @@ class DecoderModel:
         max_length: int,
         output_ids: Sequence[int] | None = None,
         vocab_size: int | None = None,
+        form: Form | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> Self:
@@ -95,6 +98,7 @@ class DecoderModel:
             max_length=max_length,
             output_ids=output_ids,
             vocab_size=vocab_size,
+            form=form,
         )
 
     @property

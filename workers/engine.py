@@ -8,72 +8,109 @@ takes seconds, only where it is needed.
 import json
 import logging
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from workers.checkpoints import GGUF_SUFFIX, ModelRefused, read_json
+from workers.checkpoints import GGUF_SUFFIX, ModelRefused, Role, read_json
 from workers.decoder_config import NotADecoder
 from workers.decoder_model import DecoderModel
 from workers.fingerprint import tokens_by_id
 from workers.language_model import LanguageModel
+from workers.products import int8
 
 logger = logging.getLogger(__name__)
 
 
+MAX_INT8_LAYERS = 4  # of a draft that runs in 8 bits unless told otherwise: what it costs grows with depth
+
+Precision = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.float32,
+}
+
+
 def load_model(
-    folder: Path,
+    source: Path,
     *,
+    role: Role = "target",
     num_slots: int,
     max_length: int,
     num_threads: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = "auto",
     device: str = "cpu",
 ) -> LanguageModel:
     """Load a folder of safetensors, or a GGUF file; ModelRefused says why one does not fit.
 
     A `vocabulary.json` in the folder, a list of ids, is the `output_ids`; a `tokenizer.json` tells where the
-    padding of the vocabulary begins. `num_threads` is torch's, for the whole process. A GGUF file has its own
-    precision, runs on CPUs, and takes the `tokenizer.json` beside it.
+    padding of the vocabulary begins. `num_threads` is torch's, for the whole process. `precision` is resolved
+    by `precision_of`. A GGUF file has its own, runs on CPUs, and takes the `tokenizer.json` beside it.
     """
-    if folder.suffix == GGUF_SUFFIX and folder.is_file():
+    if source.suffix == GGUF_SUFFIX and source.is_file():
         from workers.llama_cpp_model import LlamaCppModel
 
         return LlamaCppModel(
-            folder,
+            source,
             num_slots=num_slots,
             max_length=max_length,
             num_threads=num_threads,
-            vocab_size=num_tokens(folder.parent),
+            vocab_size=num_tokens(source.parent),
         )
-    if not (folder / "config.json").is_file():
-        raise ModelRefused(f"folder {folder} holds no config.json")
+    if not (source / "config.json").is_file():
+        raise ModelRefused(f"folder {source} holds no config.json")
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    vocabulary = folder / "vocabulary.json"
+    vocabulary = source / "vocabulary.json"
     output_ids = json.loads(vocabulary.read_text()) if vocabulary.is_file() else None
+    vocab_size, chosen = num_tokens(source), precision_of(source, role, precision, device)
     try:
         return DecoderModel.load(
-            folder,
+            source,
             num_slots=num_slots,
             max_length=max_length,
             output_ids=output_ids,
-            vocab_size=num_tokens(folder),
-            dtype=dtype,
+            vocab_size=vocab_size,
+            form=int8 if chosen == "int8" else None,
+            dtype=_DTYPES[chosen],
             device=device,
         )
     except NotADecoder as reason:
-        logger.info("%s is run as transformers runs it, which is slower: %s", folder.name, reason)
+        logger.info("%s is run as transformers runs it, which is slower: %s", source.name, reason)
+    if chosen == "int8" and precision != "auto":
+        raise ModelRefused(f"folder {source} does not run in int8: its kind of model takes another precision")
     from workers.transformers_model import TransformersModel
 
     return TransformersModel.load(
-        folder,
+        source,
         num_slots=num_slots,
         max_length=max_length,
         output_ids=output_ids,
-        vocab_size=num_tokens(folder),
-        dtype=dtype,
+        vocab_size=vocab_size,
+        dtype=_DTYPES[chosen],
         device=device,
     )
+
+
+def precision_of(folder: Path, role: Role, precision: Precision, device: str) -> Precision:
+    """What "auto" means for a model: bfloat16 on a GPU, on a CPU float32, and int8 for a shallow draft.
+
+    A target in int8 is refused: its p would depend on the rows beside it.
+    """
+    if precision == "int8" and (role == "target" or device != "cpu"):
+        who = (
+            "a target, whose p would depend on the rows beside it" if role == "target" else f"device {device}"
+        )
+        raise ModelRefused(f"precision int8 is not for {who}; choose float32 or bfloat16")
+    if precision != "auto":
+        return precision
+    if device != "cpu":
+        return "bfloat16"
+    num_layers = read_json(folder / "config.json").get("num_hidden_layers")
+    shallow = isinstance(num_layers, int) and num_layers <= MAX_INT8_LAYERS
+    return "int8" if role == "draft" and shallow else "float32"
 
 
 def num_tokens(folder: Path) -> int | None:

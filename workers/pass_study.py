@@ -25,7 +25,7 @@ from workers.counts import CountRow, quantise
 from workers.decoder import Decoder
 from workers.decoder_model import DecoderModel
 from workers.distributions import RowsOnDemand
-from workers.engine import load_model
+from workers.engine import load_model, precision_of
 from workers.language_model import Feed
 from workers.sampling import SamplingSettings, distribution
 from workers.slot_cache import Places
@@ -169,7 +169,7 @@ def main() -> None:
     folder = resolve(options.model, role=role, progress=Console(stderr=True).print)
     length = max(CONTEXTS) + ROWS_OF_MANY * 2
     model = load_model(
-        folder, num_slots=max(ROWS) // ROWS_OF_MANY, max_length=length, num_threads=options.threads
+        folder, role=role, num_slots=max(ROWS) // ROWS_OF_MANY, max_length=length, num_threads=options.threads
     )
     if not isinstance(model, DecoderModel):
         raise SystemExit(f"{options.model} is not run by the decoder")
@@ -183,8 +183,11 @@ def main() -> None:
             times = study.measure(num_rows, context)
             cells = (machine.floor(num_rows), *(times[part] for part in PARTS))
             table.add_row(str(num_rows), str(context), *(f"{ms:.1f}" for ms in cells))
-    rates = f"{machine.bytes_a_ms / 1e6:.1f} GB/s, {2 * machine.multiplications_a_ms / 1e6:.0f} GFLOP/s"
-    print(f"{folder.name}, float32, {options.threads} threads, milliseconds; this machine: {rates}")
+    precision = precision_of(folder, role, "auto", "cpu")
+    print(f"{folder.name}, {precision}, {options.threads} threads, milliseconds; this machine reads")
+    print(
+        f"{machine.bytes_a_ms / 1e6:.1f} GB/s and does {2 * machine.multiplications_a_ms / 1e6:.0f} GFLOP/s"
+    )
     console.print(table)
 
 

@@ -9,6 +9,7 @@ M rows, I inputs, O outputs.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -48,6 +49,29 @@ def weight_major(weight: Tensor, bias: Tensor | None) -> Product:
     if bias is None:
         return lambda x: (weight @ x.T).T
     return lambda x: torch.addmm(bias[:, None], weight, x.T).T
+
+
+def int8(weight: Tensor, bias: Tensor | None) -> Product:
+    """Weights in 8 bits with a scale each output, inputs in 8 bits with one scale for the whole pass.
+
+    Two to three times as fast as float32, whose bytes are the floor. What a row gives depends on the rows
+    beside it, so this is for drafters alone. Crude: of the acceptance of a 2-layer draft it costs 2 %, of a
+    30-layer one a quarter.
+    """
+    weight = weight.float()
+    scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-12).double()
+    zeros = torch.zeros(len(scales), dtype=torch.long)
+    with warnings.catch_warnings():  # torch moves its quantised tensors elsewhere, in a later version
+        warnings.simplefilter("ignore")
+        quantised = torch.quantize_per_channel(weight.contiguous(), scales, zeros, 0, torch.qint8)
+        packed_weight = torch.ops.quantized.linear_prepack(quantised, bias)
+    multiply = torch.ops.quantized.linear_dynamic
+
+    def product(x: Tensor) -> Tensor:
+        # Inputs of 7 bits: AVX2 adds products in 16 bits, which the eighth would overflow.
+        return multiply(x.contiguous(), packed_weight, True)  # type: ignore[no-any-return]
+
+    return product
 
 
 def fastest_form(weights: Sequence[Tensor]) -> Form:

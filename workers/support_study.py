@@ -74,7 +74,7 @@ def main() -> None:
     length = options.max_prompt + options.tokens
     target = load_model(folder, num_slots=1, max_length=length)
     draft_folder = resolve(options.draft, role="draft", progress=console.print)
-    draft = load_model(draft_folder, num_slots=1, max_length=length)
+    draft = load_model(draft_folder, role="draft", num_slots=1, max_length=length)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     rng = np.random.default_rng(0)
