@@ -35,6 +35,8 @@ class WorkerSettings(Settings):
     num_slots: int = Field(ge=1)  # sequences held at once
     max_length: int = Field(ge=1)  # positions of each
     num_threads: int = Field(ge=1)  # torch's; Ray would leave one to an actor that reserves no core
+    precision: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # of safetensors
+    device: str = "cpu"  # torch's name of it
 
 
 class _Server(Protocol):
@@ -116,18 +118,24 @@ class _Worker(_Actor):
         """
         with _uncollected():
             from workers.checkpoints import check
-            from workers.engine import load_model
+            from workers.engine import load_model, precision_of
             from workers.server import ModelIdentity, WorkerConfig, WorkerServer
 
         source = settings.gguf or settings.folder
         info = check(source, role=self._role)
         model = load_model(
             source,
+            role=self._role,
             num_slots=settings.num_slots,
             max_length=settings.max_length,
             num_threads=settings.num_threads,
+            precision=settings.precision,
+            device=settings.device,
         )
-        identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, info.dtype)
+        dtype = info.dtype
+        if settings.gguf is None:
+            dtype = precision_of(source, self._role, settings.precision, settings.device)
+        identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, dtype)
         config = WorkerConfig(control_token=None if control_token is None else SecretStr(control_token))
         return self._life.serve(lambda: WorkerServer(self._role, model, identity, config))
 
