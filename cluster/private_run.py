@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.actors import WorkerSettings
 from cluster.finding import NO_DRAFT, Found
-from cluster.machine import available_memory, usable_cores
+from cluster.machine import usable_cores
 from cluster.memory import estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
@@ -118,7 +118,7 @@ def prepare(wish: Wish, models: Models, found: Found) -> PrivateRun:
         draft=None if draft is None else _settings(models.draft, draft, length),
         num_draft_tokens=num_draft_tokens,
     )
-    return PrivateRun(plan, request, _weigh(plan, target, draft))
+    return PrivateRun(plan, request, _weigh(plan, target, draft, found.available))
 
 
 def load_text(target_folder: Path) -> Text:
@@ -171,7 +171,7 @@ def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
     )
 
 
-def _weigh(plan: Plan, target: CheckpointInfo, draft: CheckpointInfo | None) -> str:
+def _weigh(plan: Plan, target: CheckpointInfo, draft: CheckpointInfo | None, available: int) -> str:
     models = [("target", target, plan.target), ("draft", draft, plan.draft)]
     total = estimate(
         [
@@ -180,6 +180,5 @@ def _weigh(plan: Plan, target: CheckpointInfo, draft: CheckpointInfo | None) -> 
             if info is not None and settings is not None
         ]
     )
-    available = available_memory()
     total.require(available)
     return total.sentence(available)

@@ -17,21 +17,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ray import _raylet
+import ray._raylet
 from ray._private import services, utils
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
+_raylet: Any = ray._raylet  # its stub leaves out what is used here
 OBJECT_STORE_BYTES = 100_000_000  # nothing of size travels through it
 _SLEEP = subprocess.list2cmdline([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"])
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")  # options of the raylet
-# Nobody connects to these ports. They are not free for other users of the machine to listen on.
-_PORTS = {
-    _raylet.RUNTIME_ENV_AGENT_PORT_NAME: 1,
-    _raylet.METRICS_AGENT_PORT_NAME: 2,
-    _raylet.METRICS_EXPORT_PORT_NAME: 3,
-    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: 4,
-}
+_AGENTS_PORTS = (
+    _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+    _raylet.METRICS_AGENT_PORT_NAME,
+    _raylet.METRICS_EXPORT_PORT_NAME,
+    _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME,
+)
 
 
 def start_head(folder: Path) -> str:
@@ -43,27 +43,27 @@ def start_head(folder: Path) -> str:
     one, which beyond that leaves a file for all users of the machine; `ray start` opens a port of a fixed
     number.
     """
-    parameters = RayParams(
-        node_ip_address="127.0.0.1",
-        temp_dir=str(folder),
-        num_cpus=0,  # the actors reserve none; for each that there is, Ray would start a process in advance
-        num_gpus=0,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_log_monitor=False,
-        no_monitor=True,  # the autoscaler
-        min_worker_port=0,  # any free ones
-        max_worker_port=0,
-        _system_config={
+    parameters: dict[str, Any] = {
+        "node_ip_address": "127.0.0.1",
+        "temp_dir": str(folder),
+        "num_cpus": 0,  # the actors reserve none, and for each one Ray would start a process in advance
+        "num_gpus": 0,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_log_monitor": False,
+        "no_monitor": True,  # the autoscaler
+        "min_worker_port": 0,  # any free ones
+        "max_worker_port": 0,
+        "_system_config": {
             "enable_metrics_collection": False,  # there is no agent to send them to
             # Ray's own limit goes by the cores that it may give out, and is 1 then. A private deployment has
             # three actors.
             "worker_maximum_startup_concurrency": max(3, os.cpu_count() or 1),
         },
-    )
-    return str(_Head(parameters, head=True, shutdown_at_exit=False, spawn_reaper=False).address)
+    }
+    return str(_Head(RayParams(**parameters), head=True, shutdown_at_exit=False, spawn_reaper=False).address)
 
 
-class _Head(Node):  # type: ignore[misc]  # Ray's is untyped
+class _Head(Node):
     """Ray's head without what a deployment does not need."""
 
     def start_api_server(self, **_settings: Any) -> None:
@@ -72,9 +72,9 @@ class _Head(Node):  # type: ignore[misc]  # Ray's is untyped
 
     def start_raylet(self, *arguments: Any, **settings: Any) -> None:
         """Start the raylet with agents that do nothing."""
-        for name, port in _PORTS.items():
-            # Its stub leaves it out.
-            _raylet.persist_port(self._session_dir, self._node_id, name, port)  # type: ignore[attr-defined]
+        for name in _AGENTS_PORTS:
+            # Whoever asks there for metrics shows the token, so it must be somebody of ours who says no.
+            _raylet.persist_port(self._session_dir, self._node_id, name, self._ray_params.gcs_server_port)
         with _agents_asleep():
             super().start_raylet(*arguments, **settings)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cluster.actors import WorkerSettings
 from cluster.finding import NO_DRAFT, Found
-from cluster.machine import available_memory, usable_cores
+from cluster.machine import usable_cores
 from cluster.memory import Estimate, estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
@@ -83,11 +83,10 @@ def prepare_staying(wish: StayingWish, found: Found) -> StayingPlan:
         check_pair(target, draft)
     if wish.max_length is not None and wish.max_length > target.context_length:
         raise Refused(f"max_length is {wish.max_length}; {wish.target} has {target.context_length} positions")
-    available = available_memory()
-    num_slots = wish.num_slots or _default_num_slots(wish, target, draft, available)
+    num_slots = wish.num_slots or _default_num_slots(wish, target, draft, found.available)
     needed = _estimate(wish, target, draft, num_slots)
-    needed.require(available, lower="--slots, --max-length, --targets or --drafters")
-    return StayingPlan(_plan(wish, target, draft, num_slots), needed.sentence(available))
+    needed.require(found.available, lower="--slots, --max-length, --targets or --drafters")
+    return StayingPlan(_plan(wish, target, draft, num_slots), needed.sentence(found.available))
 
 
 def _default_num_slots(

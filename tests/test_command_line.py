@@ -87,6 +87,12 @@ def _ray(serving: Callable[..., Any]) -> Callable[[], contextlib.nullcontext[Any
     return lambda: contextlib.nullcontext(SimpleNamespace(serving=serving))
 
 
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What begins to run is refused before it serves, or served by a stand-in."""
+    monkeypatch.setattr(generate_command, "starting_ray", _ray(lambda *_, **__: pytest.fail("it runs")))
+
+
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Service]:
     """A service in this process, in the place of a private deployment."""
@@ -177,9 +183,9 @@ def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_would_not_fit_into_memory_is_refused(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.private_run.available_memory", lambda: 10**9)
+    monkeypatch.setattr("cluster.finding.available_memory", lambda: 10**8)
     result = _generate("prompt", "--target", target, "--draft", "none")
-    assert (result.exit_code, "1.0 GB are available" in result.stderr) == (1, True)
+    assert (result.exit_code, "0.1 GB are available" in result.stderr) == (1, True)
 
 
 def test_the_text_goes_to_standard_output_and_the_rest_to_standard_error(

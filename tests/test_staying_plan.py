@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import staying_plan
+from cluster import finding, staying_plan
 from cluster.finding import find
 from cluster.memory import DoesNotFit
 from cluster.outcome import Refused
@@ -82,7 +82,7 @@ def test_slots_by_default_are_as_many_as_fit_and_slots_that_do_not_fit_are_refus
     monkeypatch.setattr(
         staying_plan, "_estimate", lambda *plan: replace(needed(*plan), ray=GB + plan[-1] * 10**8)
     )
-    monkeypatch.setattr(staying_plan, "available_memory", lambda: 4 * GB)
+    monkeypatch.setattr(finding, "available_memory", lambda: 4 * GB)
     assert 1 < _plan(wish).target.num_slots < 32
     assert one.plan.target.num_slots == 1
     with pytest.raises(DoesNotFit, match="--slots"):
