@@ -24,6 +24,7 @@ Json = dict[str, Any]
 DEMO_NAMES = ("demo", "smollm2-135m-instruct", "smollm2-135m-demo-draft")
 GGUF_SUFFIX = ".gguf"
 HUB_SECONDS = 10.0
+SHALLOW_LAYERS = 4  # at most, of a model whose passes are short whatever runs them
 HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -66,6 +67,11 @@ class CheckpointInfo:
     output_ids: tuple[int, ...] | None  # ascending ids of a reduced output vocabulary; None: all V
     gguf: Path | None = None  # the file that holds the weights, where they are not safetensors in the folder
     dtype: str = "float32"  # what they are computed in, or for GGUF stored as
+
+    @property
+    def is_shallow(self) -> bool:
+        """Whether the model has so few layers that 8 bits cost little and a second thread brings little."""
+        return self.num_layers <= SHALLOW_LAYERS
 
 
 def cache_folder() -> Path:

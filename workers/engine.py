@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from workers.checkpoints import GGUF_SUFFIX, ModelRefused, Role, read_json
+from workers.checkpoints import GGUF_SUFFIX, SHALLOW_LAYERS, ModelRefused, Role, read_json
 from workers.decoder_config import NotADecoder
 from workers.decoder_model import DecoderModel
 from workers.fingerprint import tokens_by_id
@@ -21,8 +21,6 @@ from workers.products import int8
 
 logger = logging.getLogger(__name__)
 
-
-MAX_INT8_LAYERS = 4  # of a draft that runs in 8 bits unless told otherwise: what it costs grows with depth
 
 Precision = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 _DTYPES = {
@@ -97,6 +95,7 @@ def load_model(
 def precision_of(folder: Path, role: Role, precision: Precision, device: str) -> Precision:
     """What "auto" means for a model: bfloat16 on a GPU, on a CPU float32, and int8 for a shallow draft.
 
+    What 8 bits cost adds up over the layers, so a deep draft is left as it is.
     A target in int8 is refused: its p would depend on the rows beside it.
     """
     if precision == "int8" and (role == "target" or device != "cpu"):
@@ -109,7 +108,7 @@ def precision_of(folder: Path, role: Role, precision: Precision, device: str) ->
     if device != "cpu":
         return "bfloat16"
     num_layers = read_json(folder / "config.json").get("num_hidden_layers")
-    shallow = isinstance(num_layers, int) and num_layers <= MAX_INT8_LAYERS
+    shallow = isinstance(num_layers, int) and num_layers <= SHALLOW_LAYERS
     return "int8" if role == "draft" and shallow else "float32"
 
 
