@@ -55,10 +55,11 @@ def quantise(probabilities: FloatArray, support: int, output_ids: IntArray | Non
     """
     if support < 1:
         raise ValueError(f"support is {support}; it must be at least 1")
-    kept = np.arange(probabilities.size)
+    ids = np.arange(probabilities.size) if output_ids is None else output_ids[: probabilities.size]
     if probabilities.size > support:
         kept = np.sort(np.argpartition(probabilities, -support)[-support:])
-    return _apportion(probabilities[kept], SPARSE_TOTAL, kept if output_ids is None else output_ids[kept])
+        ids, probabilities = ids[kept], probabilities[kept]
+    return _apportion(probabilities, SPARSE_TOTAL, ids)
 
 
 def quantise_full(probabilities: FloatArray, output_ids: IntArray | None = None) -> CountRow:
@@ -69,7 +70,7 @@ def quantise_full(probabilities: FloatArray, output_ids: IntArray | None = None)
 
 def _apportion(weights: FloatArray, total: int, ids: IntArray) -> CountRow:
     shares = weights * (total / weights.sum())
-    counts = np.floor(shares).astype(np.int64)
+    counts = shares.astype(np.int64)  # rounded down
     missing = total - int(counts.sum())
     assert 0 <= missing <= counts.size, "shares sum to the total but for rounding far below one count"
     counts[np.argsort(counts - shares, kind="stable")[:missing]] += 1
