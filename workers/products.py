@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 Product = Callable[[Tensor], Tensor]  # [M, I] -> [M, O]
 Form = Callable[[Tensor, Tensor | None], Product]  # weight [O, I], bias [O] or None
 
-_MEASURED_BYTES = 96 << 20  # more than a processor's cache holds, so that the measure is of memory
-_MEASURED_ROWS = (1, 2, 4, 8)
+_MEASURED_BYTES = 64 << 20  # more than most processors cache, so that the measure is of memory
+_MEASURED_ROWS = (1, 3, 6)
 _REPEATS = 3
 
 
@@ -75,9 +75,9 @@ def int8(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def fastest_form(weights: Sequence[Tensor]) -> Form:
-    """The form with the shortest passes of 1 to 8 rows over these matrices, all of one model.
+    """The form with the shortest passes of a few rows over these matrices, all of one model.
 
-    Only float32 on a CPU has a choice. Takes half a second; a form that fails or whose products
+    Only float32 on a CPU has a choice. Takes a fraction of a second; a form that fails or whose products
     differ from the plain ones is left out.
     """
     sample = _sample(weights)
