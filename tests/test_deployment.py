@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from cluster.actors import WorkerSettings
-from cluster.deployment import DeploymentFailed, private_deployment
+from cluster.deployment import DeploymentFailed, private_deployment, starting_ray
 from cluster.plan import Plan
 from cluster.processes import end_session, session_members
 from protos import inference_pb2_grpc
@@ -167,6 +167,17 @@ def test_a_start_that_takes_too_long_is_ended(pair: Pair) -> None:
     ):
         pass
     assert psutil.Process().children() == []
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("seconds", [0.0, 2.0])  # Python starts; Ray does
+def test_a_ray_that_gets_no_plan_is_ended(seconds: float) -> None:
+    with starting_ray():
+        time.sleep(seconds)
+        child = _child_of(os.getpid())
+        folder = Path(child.cwd())
+    assert session_members(child.pid) == []
+    assert not folder.exists()
 
 
 @pytest.mark.ray

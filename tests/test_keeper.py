@@ -35,6 +35,7 @@ keeper = _Keeper(_Owner(sys.stdin, sys.stdout), Placement(), Path.cwd())
 signal.signal(signal.SIGTERM, keeper.on_sigterm)
 print("begun", flush=True)
 threading.Thread(target=keeper.obey, daemon=True).start()
+threading.Thread(target=lambda: print(keeper.plans.get(), flush=True), daemon=True).start()
 while True:
     time.sleep(0.05)
 """
@@ -45,7 +46,7 @@ class Keeper:
 
     def __init__(self, folder: Path, drain_seconds: float) -> None:
         self.folder = folder
-        folder.mkdir()
+        folder.mkdir(parents=True)
         self.process = subprocess.Popen(
             [sys.executable, "-c", KEEPER, str(drain_seconds)],
             cwd=folder,
@@ -63,6 +64,10 @@ class Keeper:
     def keep(self) -> None:
         self.tell(KEEP)
         assert self._next_line() == '{"kept": true}\n'
+
+    def plan(self, plan: str) -> None:
+        self.tell(plan)
+        assert self._next_line() == plan + "\n"  # somebody has got it
 
     def tell(self, command: str) -> None:
         assert self.process.stdin is not None
@@ -132,6 +137,16 @@ def test_an_owner_that_is_gone_ends_it_without_draining(tmp_path: Path) -> None:
         keeper.leave()
         keeper.assert_ends()
         assert not keeper.has_drained
+
+
+def test_a_plan_is_handed_on_and_the_owner_is_obeyed_before_and_after(tmp_path: Path) -> None:
+    with _keeper(tmp_path / "planned") as keeper:
+        keeper.plan('{"num_draft_tokens": 3}')
+        keeper.tell(STOP)
+        keeper.assert_ends()
+    with _keeper(tmp_path / "refused") as keeper:
+        keeper.tell(STOP)
+        keeper.assert_ends()
 
 
 def test_told_to_stop_it_drains_and_ends(tmp_path: Path) -> None:
