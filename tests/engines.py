@@ -90,9 +90,8 @@ ENGINES: dict[str, MakePair] = {
     **{f"decoder, {family}": _over(decoder_pair, family) for family in ("llama", "mistral", "qwen3")},
     "llama.cpp, llama": _over(llama_cpp_pair, "llama"),
     "llama.cpp, qwen3": _over(llama_cpp_pair, "qwen3"),
-    "llama.cpp, gemma3": _over(llama_cpp_pair, "gemma3", query_pre_attn_scalar=8),  # its own is 1/sqrt(D)
 }
-WINDOWED = ["transformers, mistral", "transformers, gemma3", "decoder, mistral", "llama.cpp, gemma3"]
+WINDOWED = ["transformers, mistral", "transformers, gemma3", "decoder, mistral"]
 ONE_EACH = [
     "transformers, llama",
     "decoder, llama",

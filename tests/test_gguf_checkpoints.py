@@ -13,6 +13,12 @@ import gguf
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
+from cluster.bench_plan import BenchWish, prepare_bench
+from cluster.finding import find
+from cluster.outcome import Refused
+from cluster.private_run import Models, Wish, prepare
+from cluster.prompt_file import OWN_QUESTIONS
+from cluster.staying_plan import StayingWish, prepare_staying
 from tests.tiny_gguf import save_gguf, save_tiny_gguf
 from tests.tiny_models import END_ID, MAX_LENGTH, VOCAB_SIZE, save_tiny, tiny_llama
 from workers.checkpoints import ModelRefused, Role, check, check_pair, resolve
@@ -205,3 +211,43 @@ def test_a_link_keeps_the_name_that_says_what_it_is(file: Path, tmp_path: Path) 
     link = tmp_path / "linked.gguf"
     link.symlink_to(tmp_path / "blob")
     assert resolve(str(link), role="draft", progress=print) == link
+
+
+def test_plans_name_the_file_that_a_worker_loads(file: Path) -> None:
+    models = {"target": str(file), "draft": str(file)}
+    found = find(**models, say=print)
+    staying = prepare_staying(
+        StayingWish(
+            **models,
+            num_targets=1,
+            num_drafters=1,
+            num_draft_tokens=3,
+            rule="token",
+            num_slots=2,
+            max_length=64,
+            num_threads=1,
+            port=7480,
+        ),
+        found,
+    )
+    wish = Wish("Hi", None, False, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, max_tokens=8)
+    private = prepare(wish, Models(**models), found)
+    for plan in (staying.plan, private.plan):
+        assert [(s.folder, s.gguf) for _, _, s in plan.workers()] == [(file.parent, file)] * 2
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_benchmark_needs_models_that_transformers_runs(role: str, file: Path, tmp_path: Path) -> None:
+    models = {"target": str(save_tiny(tmp_path / "folder")), "draft": str(tmp_path / "folder")}
+    wish = BenchWish(
+        **models | {role: str(file)},
+        draft_lengths=(1,),
+        num_prompts=1,
+        num_tokens=8,
+        temperatures=(0.0,),
+        num_threads=1,
+        num_repeats=1,
+        prompts=OWN_QUESTIONS,
+    )
+    with pytest.raises(Refused, match=rf"{role} is .*model\.gguf; a benchmark compares with transformers"):
+        prepare_bench(wish, print)

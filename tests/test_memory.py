@@ -29,6 +29,11 @@ def test_weights_count_in_float32_whatever_they_are_stored_in() -> None:
     assert model_memory("target", INFO, num_slots=1, max_length=1).weights == 4_000_000_000
 
 
+def test_the_weights_of_a_gguf_file_stay_as_they_are_stored() -> None:
+    info = replace(INFO, gguf=Path("model.gguf"))
+    assert model_memory("draft", info, num_slots=1, max_length=1).weights == 2_000_000_000
+
+
 def test_a_cache_holds_a_key_and_a_value_for_each_layer_slot_and_position() -> None:
     cache = model_memory("target", INFO, num_slots=3, max_length=7).cache
     assert cache == 3 * 7 * 10 * 2 * 5 * 20 * 4

@@ -13,6 +13,7 @@ import pytest
 
 from protos.inference_pb2 import ORIGIN_ACCEPTED
 from tests.pipelines import generate, pipeline
+from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny, tiny_llama
 from workers.engine import load_model
 from workers.language_model import Feed
@@ -36,16 +37,22 @@ async def test_a_drafter_that_is_the_target_is_accepted_from_the_first_token_to_
     assert [token.origin for token in generated.choices[0][-4:]].count(ORIGIN_ACCEPTED) >= 2
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def save(folder: Path, family: str, seed: int) -> Path:
+    """A folder of safetensors, or the GGUF file of a Llama."""
+    if family != "gguf":
+        return save_tiny(folder, family, seed=seed)
+    pytest.importorskip("llama_cpp", reason="the extra 'llama' is not installed")
+    return save_tiny_gguf(folder, seed=seed)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gguf"])
 async def test_after_any_rounds_both_caches_equal_a_fresh_prefill(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several sessions of other lengths and settings; then each slot's next logits are its tokens' own."""
-    target, draft = (
-        load_model(save_tiny(tmp_path / str(seed), family, seed=seed), num_slots=4, max_length=96)
-        for seed in (0, 1)
-    )
-    fresh = [load_model(tmp_path / str(seed), num_slots=1, max_length=96, num_threads=1) for seed in (0, 1)]
+    sources = [save(tmp_path / str(seed), family, seed) for seed in (0, 1)]
+    target, draft = (load_model(source, num_slots=4, max_length=96, num_threads=1) for source in sources)
+    fresh = [load_model(source, num_slots=1, max_length=96, num_threads=1) for source in sources]
     rng = random.Random(family)
     async with pipeline(target, draft, num_draft_tokens=3) as running:
         assert running.draft is not None

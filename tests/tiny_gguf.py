@@ -66,34 +66,46 @@ def save_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
-    writer.add_rope_freq_base((rope if "rope_theta" in rope else rope["full_attention"])["rope_theta"])
     if architecture == "gemma3":
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_sliding_window(config.sliding_window)
-    _add_tokenizer(writer, config.vocab_size)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    add_tokenizer(writer, config.vocab_size)
     change(writer)
     for name, weights in _tensors(model, architecture):
         quantised = kind if weights.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(weights, quantised), raw_dtype=quantised)
+    finish(writer)
+    return file
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write it all."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
-def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+def add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+    """That of `byte_level_tokenizer`, cut or padded to `vocab_size` ids."""
     tokens = sorted(byte_level_tokenizer().get_vocab().items(), key=lambda entry: entry[1])
     words = [token for token, _ in tokens] + [f"[PAD{id_}]" for id_ in range(len(tokens), vocab_size)]
     kinds = [
         TokenType.CONTROL if word in SPECIAL_TOKENS else TokenType.NORMAL for word in words[: len(tokens)]
     ]
     kinds += [TokenType.UNUSED] * (vocab_size - len(tokens))
+    words, kinds = words[:vocab_size], kinds[:vocab_size]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
     writer.add_token_types(kinds)
     writer.add_token_merges(["Ġ t"])  # llama.cpp wants a list; its tokenizer is not used
-    writer.add_eos_token_id(END_ID)
+    if vocab_size > END_ID:
+        writer.add_eos_token_id(END_ID)
 
 
 def _tensors(model: PreTrainedModel, architecture: str) -> Iterator[tuple[str, NDArray[np.float32]]]:

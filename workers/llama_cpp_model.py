@@ -1,0 +1,155 @@
+"""A GGUF file behind `LanguageModel`, computed by llama.cpp on CPUs: each slot is a sequence of its cache.
+
+Knows what llama.cpp must be seen to do before it serves. Does not know its interface
+(`workers.llama_cpp_context`), nor which tokens the slots stand for (`workers.slots`).
+
+T tokens of a feed, C logit columns, V vocabulary.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from workers.checkpoints import ModelRefused
+from workers.feeds import HeldPositions, split_logits, wanted_rows
+from workers.gguf_header import read_header
+from workers.language_model import Feed, Logits
+from workers.llama_cpp_context import MAX_SEQUENCES, LlamaCppContext
+
+# The check at load allows this times the largest logit, by the coarsest numbers among the weights. llama.cpp
+# rounds each row to the like of them before a product, block by block and every row for itself, and GELU's
+# argument to float16 in any case. Sums in another order move a number by a step of that rounding here and
+# there, and what follows by as much: SmolLM2-135M's logits by up to 1e-6 in float32, by 0.03 in 8 bits or
+# less. One token that is lost or another's moves them by 0.2 and more.
+CHECK_TOLERANCE: dict[int, float] = {
+    GGMLQuantizationType.F32: 1e-3,
+    GGMLQuantizationType.F16: 2e-2,
+    GGMLQuantizationType.BF16: 5e-2,
+}
+QUANTISED_TOLERANCE = 5e-2
+CHECK_LENGTH = 9
+CHECK_MAX_WINDOW = 64  # longer windows are not crossed by the check
+
+
+class LlamaCppModel:
+    """`LanguageModel` over a GGUF file. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        num_slots: int,
+        max_length: int,
+        num_threads: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Load the file and check it. Raises ModelRefused; ValueError for a bad size.
+
+        `vocab_size` leaves out the ids from there on, with which a model pads its vocabulary. Without
+        `num_threads` every core works that this process may use.
+        """
+        header = read_header(file)
+        num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
+        self._name, self._vocab_size = file.name, min(num_tokens, vocab_size or num_tokens)
+        self._num_slots, self._max_length = num_slots, max_length
+        self._held = HeldPositions(num_slots, max_length, self._vocab_size)
+        if num_slots > MAX_SEQUENCES:
+            raise ValueError(f"num_slots {num_slots} exceeds the {MAX_SEQUENCES} sequences of llama.cpp")
+        self._context = LlamaCppContext(
+            file,
+            num_sequences=num_slots,
+            length=max_length,
+            num_threads=num_threads or len(os.sched_getaffinity(0)),
+        )
+        if max_length > (limit := self._context.max_positions):
+            raise ValueError(f"max_length {max_length} exceeds the {limit} positions of {self._name}")
+        self._check(max(CHECK_TOLERANCE.get(t.kind, QUANTISED_TOLERANCE) for t in header.tensors))
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids are 0..V-1."""
+        return self._vocab_size
+
+    @property
+    def output_ids(self) -> NDArray[np.int64] | None:
+        """None: the logits are those of all V ids."""
+        return None
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences can be held at once."""
+        return self._num_slots
+
+    @property
+    def max_length(self) -> int:
+        """How many positions a slot can hold."""
+        return self._max_length
+
+    def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
+        """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
+        with self._held.feeding(feeds):
+            if not feeds:
+                return []
+            logits = dict(self._run(sorted(feeds, key=lambda feed: feed.slot)))
+        return [logits[feed.slot] for feed in feeds]
+
+    def _run(self, feeds: Sequence[Feed]) -> Iterable[tuple[int, Logits]]:
+        """Each feed's slot and logits. By ascending slots llama.cpp computes the most of them at once."""
+        for feed in feeds:
+            self._cut(feed.slot, feed.start)
+        rows = [(token, feed.start + i, feed.slot) for feed in feeds for i, token in enumerate(feed.tokens)]
+        tokens, positions, slots = zip(*rows, strict=True)
+        logits = self._context.decode(tokens, positions, slots, wanted_rows(feeds))
+        split = split_logits(logits[:, : self._vocab_size], feeds)
+        return zip((feed.slot for feed in feeds), split, strict=True)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
+        self._held.truncate(slot, length)
+        self._cut(slot, length)
+
+    def _cut(self, slot: int, length: int) -> None:
+        if self._context.length(slot) > length and not self._context.cut(slot, length):
+            raise ModelRefused(
+                f"{self._name} does not fit: its cache cannot be cut back to {length} positions"
+            )
+
+    def _check(self, tolerance: float) -> None:
+        """Compare two sequences, each alone and in one piece, with both at once in two pieces, of which the
+        second overwrites a wrong one. More than `tolerance` of the largest logit between them is refused.
+        """
+        window = self._context.window
+        length = max(CHECK_LENGTH, window + 4 if window <= CHECK_MAX_WINDOW else 0)
+        shape = (min(2, self._num_slots), min(length, self._max_length))
+        sequences = np.random.default_rng(0).integers(self._vocab_size, size=shape)
+        num_logits = max(1, shape[1] // 3)
+        pieces = list(enumerate(zip(sequences.tolist(), (shape[1] * 2 // 3, shape[1] // 3), strict=False)))
+        try:
+            expected = [self._alone(tokens, num_logits) for _, (tokens, _) in pieces]
+            self.forward(
+                [
+                    Feed(slot, 0, tokens[:cut] + tokens[: len(tokens) - cut], 0)
+                    for slot, (tokens, cut) in pieces
+                ]
+            )
+            actual = self.forward(
+                [Feed(slot, cut, tokens[cut:], num_logits) for slot, (tokens, cut) in pieces]
+            )
+        except RuntimeError as error:
+            raise ModelRefused(f"{self._name} does not fit: a pass fails, {error}") from error
+        difference = float(np.abs(np.stack(actual) - np.stack(expected)).max())
+        limit = tolerance * float(np.abs(expected).max())
+        if not difference <= limit:  # nor NaN
+            words = f"beside another its logits differ by {difference:.3g}, at most {limit:.3g} is allowed"
+            raise ModelRefused(f"{self._name} does not fit: {words}")
+        for slot, _ in pieces:
+            self.truncate(slot, 0)
+
+    def _alone(self, tokens: list[int], num_logits: int) -> Logits:
+        self.truncate(0, 0)
+        (logits,) = self.forward([Feed(0, 0, tokens, num_logits)])
+        return logits
