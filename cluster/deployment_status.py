@@ -16,6 +16,7 @@ from cluster.machine import usable_cores
 from protos import control_pb2_grpc
 from protos.authorization import metadata
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Totals, WorkerHealth
+from protos.pass_cost import PassCost
 
 Memory = dict[int, int]  # bytes of each living process of the deployment
 ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
@@ -36,6 +37,7 @@ class ActorStatus:
     num_slots_used: int | None
     num_sessions: int | None
     problem: str  # in words; empty when healthy
+    cost: PassCost | None = None  # what passes of its model take
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,16 @@ def _workers(
             num_slots_used=health.num_slots_used if health.num_slots else None,
             num_sessions=health.num_sessions if status else None,
             problem=_process_problem(worker.pid, memory) or ("" if health.is_healthy else health.problem),
+            cost=_cost(health),
         )
+
+
+def _cost(health: WorkerHealth) -> PassCost | None:
+    """What it tells of its passes, if that can be."""
+    try:
+        return PassCost.from_message(health.cost) if health.HasField("cost") else None
+    except ValueError:
+        return None
 
 
 def _problems(state: DeploymentState, memory: Memory, actors: Iterable[ActorStatus]) -> Iterable[str]:

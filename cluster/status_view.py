@@ -4,6 +4,7 @@ Pure functions from reports to text and JSON. Knows no process, service or conso
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -14,8 +15,10 @@ from rich.text import Text
 from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.terminal import plural
 from protos.control_pb2 import Totals
+from protos.pass_cost import PassCost, PassShape
 
 GB = 1e9
+_SHOWN_ROWS = (1, 4, 16, 64, 256)
 _COUNTS = (
     "num_requests",
     "num_completion_tokens",
@@ -45,7 +48,8 @@ def view(report: DeploymentReport) -> Group:
             f" {report.memory_bytes / GB:.1f} GB used by {plural(len(report.actors), 'actor')} and Ray"
         ),
     ]
-    return Group(*lines, _table(report.actors), Text(_counts(report)), *map(Text, report.problems))
+    passes = [Text(f"a pass of {actor.name}: {_cost(actor.cost)}") for actor in report.actors if actor.cost]
+    return Group(*lines, _table(report.actors), *passes, Text(_counts(report)), *map(Text, report.problems))
 
 
 def _table(actors: Sequence[ActorStatus]) -> Table:
@@ -68,6 +72,20 @@ def _table(actors: Sequence[ActorStatus]) -> Table:
             Text(actor.problem, "red") if actor.problem else Text("healthy", "green"),
         )
     return table
+
+
+def _cost(cost: PassCost) -> str:
+    """Of sessions at their start; the rest is in the object for programs."""
+    shown = [rows for rows in _SHOWN_ROWS if rows <= cost.rows[-1]]
+    return ", ".join(
+        f"{plural(rows, 'row')} {_milliseconds(cost.pass_seconds(PassShape(rows, 0, 1)))} ms"
+        for rows in shown
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Two digits at least."""
+    return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1 if seconds >= 0.001 else 2}f}"
 
 
 def _counts(report: DeploymentReport) -> str:
@@ -133,6 +151,7 @@ def as_json(report: DeploymentReport) -> dict[str, Any]:
 
 def _actor_as_json(actor: ActorStatus) -> dict[str, Any]:
     fields = {name: getattr(actor, name) for name in ActorStatus.__dataclass_fields__ if name != "problem"}
+    fields["cost"] = actor.cost and asdict(actor.cost)
     return _known(fields | {"is_healthy": not actor.problem, "problem": actor.problem or None})
 
 

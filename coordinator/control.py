@@ -86,6 +86,8 @@ async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerH
         return health
     health.process_id = status.process_id
     health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
+    if status.HasField("cost"):
+        health.cost.CopyFrom(status.cost)
     health.problem = problem if client.is_connected else "answers, but its task stream is down"
     health.is_healthy = not health.problem
     return health

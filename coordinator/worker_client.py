@@ -15,6 +15,7 @@ import grpc
 
 from coordinator.credits import Credits
 from protos import worker_pb2_grpc
+from protos.pass_cost import PassCost
 from protos.status import TaskError
 from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, seal, unseal
 from protos.worker_pb2 import (
@@ -29,6 +30,7 @@ from protos.worker_pb2 import (
     WorkerInfo,
     WorkerStatus,
 )
+from protos.worker_pb2 import PassCost as PassCostMessage
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class WorkerClient:
         self.role = role
         self.address = address
         self.num_stale_replies = 0
+        self.cost: PassCost | None = None  # what its passes take, as last told in this life
         self._coordinator = coordinator
         self._info: WorkerInfo | None = None
         self._generation = 0
@@ -166,6 +169,7 @@ class WorkerClient:
         self._generation += 1
         if info.epoch != self._epoch:
             self._released.clear()  # another life holds no session
+            self.cost = None
         self._epoch = info.epoch
         self._info = info
         self._credits.grant(info.task_credits, info.byte_credits)
@@ -256,6 +260,8 @@ class WorkerClient:
             if batch.generation != self._generation:
                 self.num_stale_replies += len(batch.replies)
                 continue
+            if batch.HasField("cost"):
+                self._learn(batch.cost)
             for sealed in batch.replies:
                 future = self._waiting.get(sealed.task_id)
                 if future is None or future.done():
@@ -265,6 +271,13 @@ class WorkerClient:
                     future.set_result(unseal(sealed, TaskReply))
                 except TaskError as error:
                     future.set_exception(error)
+
+    def _learn(self, message: PassCostMessage) -> None:
+        """Keep what the worker tells of its passes, unless it cannot be: only speed hangs on it."""
+        try:
+            self.cost = PassCost.from_message(message)
+        except ValueError as error:
+            logger.error("the %s worker at %s tells an impossible cost: %s", self.role, self.address, error)
 
     def _disconnected(self, reason: str) -> None:
         self._info = None

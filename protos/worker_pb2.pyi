@@ -67,18 +67,32 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id")
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_slots: int
     num_slots_used: int
     num_tasks: int
     process_id: int
-    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ...) -> None: ...
+    cost: PassCost
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ...) -> None: ...
+
+class PassCost(_message.Message):
+    __slots__ = ("rows", "seconds", "seconds_per_position", "seconds_per_sequence")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    seconds_per_position: float
+    seconds_per_sequence: float
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., seconds_per_position: _Optional[float] = ..., seconds_per_sequence: _Optional[float] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("tokens", "num_rows", "sampling")
@@ -115,12 +129,14 @@ class TaskBatch(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., released_sessions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReplyBatch(_message.Message):
-    __slots__ = ("generation", "replies")
+    __slots__ = ("generation", "replies", "cost")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     generation: int
     replies: _containers.RepeatedCompositeFieldContainer[Sealed]
-    def __init__(self, generation: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ...) -> None: ...
+    cost: PassCost
+    def __init__(self, generation: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ("task_id", "body", "crc32c")

@@ -13,6 +13,7 @@ from coordinator.server import CoordinatorConfig, CoordinatorServer, check_alike
 from protos import control_pb2_grpc, inference_pb2_grpc
 from protos.authorization import metadata
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest
+from protos.pass_cost import PassCost
 from protos.status import TaskError
 from protos.worker_pb2 import WorkerInfo
 from tests.laws import random_table
@@ -51,6 +52,7 @@ async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(ser
     assert {w.process_id for w in status.workers} == {os.getpid()}
     assert (status.num_running_sessions, status.num_waiting_sessions) == (0, 0)
     assert status.uptime_seconds > 0
+    assert all(PassCost.from_message(w.cost).seconds[0] > 0 for w in status.workers)
     assert status.totals.num_requests == 2
     for name in ("num_completion_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(status.totals, name) == sum(getattr(usage, name) for usage in usages) > 0

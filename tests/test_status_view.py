@@ -11,6 +11,7 @@ from cluster.deployment_state import DeploymentState
 from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.status_view import as_json, view
 from protos.control_pb2 import Totals
+from protos.pass_cost import PassCost
 
 STATE = DeploymentState(
     name="night",
@@ -59,6 +60,20 @@ def test_a_healthy_deployment_is_shown_with_its_actors_and_rates() -> None:
     assert "2 running, 1 waiting" in text
     assert "acceptance 40.0%, mean acceptance length 2.20" in text
     assert "secret" not in text
+
+
+def test_what_passes_take_is_shown_where_it_is_known() -> None:
+    assert "a pass of" not in _shown(REPORT)
+    cost = PassCost((1, 4, 64), (0.0381, 0.042, 0.3), 1e-6, 0.002)
+    drafter = replace(TARGET, name="drafter-0", cost=PassCost((1,), (0.00312,), 0.0, 0.0))
+    report = replace(REPORT, actors=(COORDINATOR, replace(TARGET, cost=cost), drafter))
+    text = _shown(report)
+    assert "a pass of target-0: 1 row 38 ms, 4 rows 42 ms, 16 rows 94 ms, 64 rows 300 ms\n" in text
+    assert "a pass of drafter-0: 1 row 3.1 ms\n" in text
+    coordinator, target, _ = json.loads(json.dumps(as_json(report)))["actors"]
+    assert target["cost"]["rows"] == [1, 4, 64]
+    assert target["cost"]["seconds"] == [0.0381, 0.042, 0.3]
+    assert "cost" not in coordinator
 
 
 def test_what_is_wrong_is_shown_with_what_to_do() -> None:

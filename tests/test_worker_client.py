@@ -22,6 +22,7 @@ from protos.worker_pb2 import (
     DraftResult,
     DraftTask,
     HandshakeRequest,
+    PassCost,
     ReplyBatch,
     Sealed,
     SessionState,
@@ -64,6 +65,7 @@ class ScriptedWorker:
         self.released: list[str] = []
         self.handshakes: list[HandshakeRequest] = []
         self.num_streams = 0
+        self.cost: PassCost | None = None  # told with answers
         self._answers: asyncio.Queue[ReplyBatch | bytes | None] = asyncio.Queue()
 
     async def start(self, port: int = 0) -> str:
@@ -95,7 +97,7 @@ class ScriptedWorker:
     def answer(self, *replies: Sealed, generation: int | None = None) -> None:
         """Send replies by the stream that is open, in its generation unless told another."""
         generation = self.batches[-1].generation if generation is None else generation
-        self._answers.put_nowait(ReplyBatch(generation=generation, replies=replies))
+        self._answers.put_nowait(ReplyBatch(generation=generation, replies=replies, cost=self.cost))
 
     def send_bytes(self, data: bytes) -> None:
         """Send what is no ReplyBatch."""
@@ -364,6 +366,30 @@ async def test_a_lost_stream_fails_what_is_in_flight_and_is_opened_again(pair: P
     worker.answer(verdict(sealed.task_id, 4))
     assert await again == 4
     assert len(worker.handshakes) == 2, "a handshake before every stream"
+
+
+async def test_what_a_worker_tells_of_its_passes_is_kept_for_its_life_unless_it_cannot_be(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, client = pair
+    assert client.cost is None
+    tells = [
+        PassCost(rows=[1, 4], seconds=[0.25, 0.5], seconds_per_sequence=0.125),
+        PassCost(rows=[1, 4], seconds=[0.5, float("nan")]),
+        None,
+    ]
+    for i, worker.cost in enumerate(tells):
+        asking = asyncio.create_task(ask(client))
+        await worker.arrived(i + 1)
+        worker.answer(verdict(worker.tasks[i].task_id, 3))
+        assert await asking == 3
+        assert client.cost is not None
+        assert (client.cost.rows, client.cost.seconds) == ((1, 4), (0.25, 0.5))
+    assert "impossible cost" in caplog.text
+    worker.info = worker_info(epoch=2)
+    worker.hang_up()
+    await eventually(lambda: worker.num_streams == 2)
+    assert client.cost is None
 
 
 async def test_while_the_worker_is_away_asking_fails_at_once() -> None:

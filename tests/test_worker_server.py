@@ -19,6 +19,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2_grpc
+from protos.pass_cost import PassCost
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
 from protos.wire import PROTOCOL_VERSION, pack_tokens, seal, unseal
@@ -110,6 +111,7 @@ class Stream:
         self.order: list[int] = []  # task ids as they were answered
         self.batches: list[list[int]] = []  # the same, a message at a time
         self.generations: set[int] = set()
+        self.costs: list[PassCost] = []
         self._reader = asyncio.create_task(self._read())
 
     async def send(self, *tasks: Message | Sealed, released: Sequence[str] = ()) -> list[int]:
@@ -157,6 +159,8 @@ class Stream:
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
             async for batch in self._call:
                 self.generations.add(batch.generation)
+                if batch.HasField("cost"):
+                    self.costs.append(PassCost.from_message(batch.cost))
                 self.batches.append([sealed.task_id for sealed in batch.replies])
                 for sealed in batch.replies:
                     self.order.append(sealed.task_id)
@@ -221,7 +225,9 @@ async def serving(
     kind: type[TableModel] = StrictTable,
     **config: Any,
 ) -> AsyncIterator[Worker]:
+    """Gates see the tasks' passes alone, and time bounds none, unless `config` says so."""
     gate = gate or Gate()
+    config = {"calibration_seconds": 0.0, "max_step_seconds": 1e6, **config}
     model = kind(next_logits, V, num_slots=num_slots, max_length=max_length, latency_seconds=gate)
     server = WorkerServer(
         role, model, ModelIdentity("a table", "f1", (2, 3), "float32"), WorkerConfig(**config)
@@ -553,15 +559,17 @@ async def test_a_full_house_of_decoding_sessions_does_not_stop_a_prefill() -> No
     gate = Gate()
     async with serving(gate=gate, max_pass_tokens=4) as worker:
         stream = worker.connect()
+        await stream.ask(*[plain([i], f"s{i}") for i in range(7)])
         gate.hold()
+        del gate.passes[:]
         (long,) = await stream.send(plain([1] * 96, "long"))
         await gate.entered()
         for i in range(7):
-            await stream.send(plain([i], f"s{i}"))
+            await stream.send(plain([i, 1], f"s{i}", 2))
         await until(lambda: len(worker.server._passes._arrived) == 7)
         gate.open()
         assert judged(await stream.reply(long)) == verdict_of([1] * 96, [], [])
-        assert gate.passes == [[32], [1] * 7 + [32], [32]]
+        assert gate.passes == [[32], [32] + [1] * 7, [32]]
 
 
 # Leaving early.

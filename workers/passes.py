@@ -6,21 +6,26 @@ slots happens on one thread, so nothing needs a lock and the event loop stays fr
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from protos.pass_cost import PassCost, PassShape
 from protos.status import TaskError
 from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask, WorkTimes
+from workers.calibration import Calibration
+from workers.cost_model import CostModel
 from workers.jobs import Job, Task
 from workers.language_model import Feed, LanguageModel, Logits
+from workers.pass_plan import MIN_PREFILL_TOKENS, PassBounds, Pending, fast_rows, plan_pass
 from workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
 
-MIN_PREFILL_TOKENS = 32  # a prefill moves on at least this fast, however busy decoding is
+NEXT_ROUND_SECONDS = 1.0  # a session that was answered is expected back for this long
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +59,10 @@ class Work:
 
 
 class PassLoop:
-    """Runs passes over all jobs at hand, decoding first, prefills in chunks beside it."""
+    """Runs passes over all jobs at hand, decoding first, prefills in chunks beside it.
+
+    From each pass it learns what passes take, and so how large the chunks may be.
+    """
 
     def __init__(
         self,
@@ -63,20 +71,35 @@ class PassLoop:
         open_job: Callable[[Work], Job],
         *,
         max_pass_tokens: int,
+        max_step_seconds: float = math.inf,
+        calibration_seconds: float = 0.0,
     ) -> None:
-        """`open_job` makes a task's job enter its slot; `max_pass_tokens` bounds a pass with prefills."""
+        """`open_job` makes a task's job enter its slot.
+
+        `max_pass_tokens` bounds a pass with prefills, `max_step_seconds` one that sessions which decode wait
+        for, `calibration_seconds` the passes that measure while nothing is asked.
+        """
         self._model = model
         self._slots = slots
         self._open_job = open_job
         self._max_pass_tokens = max_pass_tokens
+        self._max_step_seconds = max_step_seconds
+        self._cost_model = CostModel()
+        self._calibration = Calibration(model, self._cost_model, max_pass_tokens, calibration_seconds)
         self._arrived: list[Work] = []
         self._released: list[str] = []
         self._at_work: list[Work] = []
         self._closed = False
+        self._busy_at = time.monotonic()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+
+    @property
+    def cost(self) -> PassCost | None:
+        """What passes take, as far as it is known; None before the first one."""
+        return self._cost_model.cost
 
     @property
     def num_tasks(self) -> int:
@@ -114,7 +137,7 @@ class PassLoop:
         try:
             while True:
                 if not self._at_work:
-                    await self._wait_for_work()
+                    await self._wait_for_work(loop)
                 arrived, self._arrived = self._arrived, []
                 released, self._released = self._released, []
                 for work, outcome in await loop.run_in_executor(self._thread, self._step, arrived, released):
@@ -124,10 +147,15 @@ class PassLoop:
         finally:
             self._thread.shutdown(wait=False)  # a pass that hangs must not hold up the event loop
 
-    async def _wait_for_work(self) -> None:
-        """Until something arrives, or for a second: leases run out meanwhile."""
+    async def _wait_for_work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Until something arrives, or for a second: leases run out meanwhile. Time to measure passes."""
         self._wake.clear()
+        idle_seconds = time.monotonic() - self._busy_at
         while not self._arrived and not self._released:
+            free = self._slots.free
+            if not self._closed and self._calibration.is_due(idle_seconds, len(free)):
+                await loop.run_in_executor(self._thread, self._calibration.run_trial, free)
+                continue
             try:
                 await asyncio.wait_for(self._wake.wait(), timeout=1.0)
             except TimeoutError:
@@ -136,6 +164,9 @@ class PassLoop:
     def _step(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
         """One turn on the model's thread: releases, arrivals, a pass. Returns what is answered."""
         answered: list[tuple[Work, TaskReply]] = []
+        if arrived or released or self._at_work:
+            self._busy_at = time.monotonic()
+            self._calibration.clear()
         for session in released:
             self._slots.release(session)
         gone = set(released)
@@ -189,19 +220,22 @@ class PassLoop:
         return False
 
     def _plan(self) -> list[tuple[Work, Job, Feed]]:
-        """Feeds of the next pass: every job that decodes, then prefills, oldest first, while there is room.
+        """Feeds of the next pass."""
+        jobs = [_job(work) for work in self._at_work]
+        tasks = [_pending(job) for job in jobs]
+        sizes = plan_pass(tasks, self._bounds(any(task.decodes for task in tasks)))
+        return [
+            (work, job, _feed(job, size))
+            for work, job, size in zip(self._at_work, jobs, sizes, strict=True)
+            if size
+        ]
 
-        The oldest prefill moves on in every pass, by MIN_PREFILL_TOKENS at least.
-        """
-        decoding = [work for work in self._at_work if _decodes(_job(work))]
-        plan = [(work, _job(work), _feed(_job(work), len(_job(work).pending))) for work in decoding]
-        room = self._max_pass_tokens - sum(len(feed.tokens) for _, _, feed in plan)
-        room = max(room, MIN_PREFILL_TOKENS)
-        for work in self._at_work:
-            if work not in decoding and room >= MIN_PREFILL_TOKENS:
-                plan.append((work, _job(work), _feed(_job(work), room)))
-                room -= len(plan[-1][2].tokens)
-        return plan
+    def _bounds(self, some_decode: bool) -> PassBounds:
+        """In time where sessions decode, or will in a moment; else in rows that are read at the best rate."""
+        cost = self._cost_model.cost
+        if cost is not None and (some_decode or self._slots.answered_within(NEXT_ROUND_SECONDS)):
+            return PassBounds(self._max_pass_tokens, self._max_step_seconds, cost.pass_seconds)
+        return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
 
     def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:
         started_ns = time.monotonic_ns()
@@ -218,13 +252,16 @@ class PassLoop:
                     self._run_pass([alone], answered)
             return
         pass_ns = time.monotonic_ns() - started_ns
+        shape = PassShape()
         for (work, job, feed), logits in zip(plan, all_logits, strict=True):
+            shape = shape.with_feed(feed.start, len(feed.tokens))
             work.started_ns = work.started_ns or started_ns
             work.pass_ns += pass_ns
             job.slot.tokens.extend(feed.tokens)
             del job.pending[: len(feed.tokens)]
             if not job.pending:
                 self._advance(work, job, logits, answered)
+        self._cost_model.observe(shape, (time.monotonic_ns() - started_ns) / 1e9)
 
     def _advance(self, work: Work, job: Job, logits: Logits, answered: list[tuple[Work, TaskReply]]) -> None:
         try:
@@ -249,19 +286,16 @@ def _job(work: Work) -> Job:
     return work.job
 
 
-def _decodes(job: Job) -> bool:
-    """Whether the job has little to feed beside the positions that it wants scored."""
-    return len(job.pending) <= max(MIN_PREFILL_TOKENS, job.num_logits)
+def _pending(job: Job) -> Pending:
+    slot, num_tokens, num_logits = job.slot, len(job.pending), job.num_logits
+    is_small = num_tokens <= max(MIN_PREFILL_TOKENS, num_logits)
+    return Pending(len(slot.tokens), num_tokens, num_logits, is_small and slot.last_reply is not None)
 
 
 def _feed(job: Job, size: int) -> Feed:
-    """The next `size` pending tokens; the wanted positions stay together, in the last piece."""
-    tokens, wanted = job.pending, job.num_logits
-    if size < len(tokens):
-        size = min(size, len(tokens) - wanted)
-        if size > 0:
-            tokens, wanted = tokens[:size], 0
-    return Feed(job.slot.index, len(job.slot.tokens), tuple(tokens), wanted)
+    """The next `size` pending tokens; the positions behind the last of them alone are wanted."""
+    num_logits = job.num_logits if size == len(job.pending) else 0
+    return Feed(job.slot.index, len(job.slot.tokens), tuple(job.pending[:size]), num_logits)
 
 
 def _error(error: TaskError) -> TaskReply:

@@ -54,7 +54,11 @@ SCORE_SECONDS = 60.0  # for a caller without a deadline
 class WorkerConfig(Binding):
     """How a worker serves."""
 
-    max_pass_tokens: int = Field(default=256, ge=1)  # bounds how long a prefill holds up decoding sessions
+    max_pass_tokens: int = Field(default=256, ge=1)  # of a pass that takes in prompts
+    # Of a pass that decoding sessions wait for: prompts beside them go in chunks that keep it, by what passes
+    # were measured to take, or of 32 tokens where not even these do.
+    max_step_seconds: float = Field(default=0.25, gt=0)
+    calibration_seconds: float = Field(default=2.0, ge=0)  # of passes that measure while nothing is asked
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
@@ -98,7 +102,14 @@ class WorkerServer:
                 case _:
                     return VerifyJob(work.task, slots, model)
 
-        self._passes = PassLoop(model, slots, open_job, max_pass_tokens=config.max_pass_tokens)
+        self._passes = PassLoop(
+            model,
+            slots,
+            open_job,
+            max_pass_tokens=config.max_pass_tokens,
+            max_step_seconds=config.max_step_seconds,
+            calibration_seconds=config.calibration_seconds,
+        )
         self.info = WorkerInfo(
             protocol_version=PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -206,12 +217,14 @@ class WorkerServer:
 
     def status(self) -> WorkerStatus:
         """How the worker is doing."""
+        cost = self._passes.cost
         return WorkerStatus(
             epoch=self.epoch,
             num_slots=self._model.num_slots,
             num_slots_used=self._slots.num_used,
             num_tasks=self._passes.num_tasks,
             process_id=os.getpid(),
+            cost=None if cost is None else cost.to_message(),
         )
 
     def require_control_token(self, shown: Any) -> None:

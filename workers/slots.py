@@ -65,6 +65,16 @@ class SlotTable:
         """Slots that hold a session."""
         return len(self._by_session)
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Slots that hold no session, ascending."""
+        return tuple(sorted(self._free))
+
+    def answered_within(self, seconds: float) -> bool:
+        """Whether a session was answered so lately that its next round is to be expected."""
+        since = self._clock() - seconds
+        return any(slot.last_reply and slot.touched >= since for slot in self._by_session.values())
+
     def answered(self, state: SessionState, key: bytes) -> TaskReply | None:
         """The reply of a round that was answered before, so that asking twice changes nothing.
 

@@ -4,14 +4,16 @@ Knows sealed messages, generations and credits; hands tasks to the pass loop and
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 from protos.status import TaskError
 from protos.wire import MAX_MESSAGE_BYTES, MessageType, seal, unseal
-from protos.worker_pb2 import DraftTask, ReplyBatch, Sealed, TaskBatch, TaskReply, VerifyTask
+from protos.worker_pb2 import DraftTask, PassCost, ReplyBatch, Sealed, TaskBatch, TaskReply, VerifyTask
 from workers.passes import PassLoop, Work
 
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 2  # of the bodies in a message of replies
+TELL_COST_SECONDS = 1.0  # how often replies bring what passes take
 
 
 class TaskStream:
@@ -34,6 +36,7 @@ class TaskStream:
         self._replies: list[tuple[Sealed, int]] = []  # with the size of the task that each answers
         self._changed = asyncio.Event()
         self._ended = False
+        self._tell_cost_at = 0.0
 
     async def read(self, batches: AsyncIterator[TaskBatch]) -> None:
         """Take tasks until the coordinator closes the stream."""
@@ -80,7 +83,7 @@ class TaskStream:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        batch = ReplyBatch(generation=self._generation)
+        batch = ReplyBatch(generation=self._generation, cost=self._due_cost())
         num_bytes = 0
         for reply, _ in self._replies:
             num_bytes += len(reply.body)
@@ -92,6 +95,14 @@ class TaskStream:
             self._bytes_in_flight -= task_size
         del self._replies[: len(batch.replies)]
         return batch
+
+    def _due_cost(self) -> PassCost | None:
+        """What passes take, when it is time to tell."""
+        cost = self._passes.cost if time.monotonic() >= self._tell_cost_at else None
+        if cost is None:
+            return None
+        self._tell_cost_at = time.monotonic() + TELL_COST_SECONDS
+        return cost.to_message()
 
 
 def _question(task: DraftTask | VerifyTask) -> bytes:

@@ -1,0 +1,119 @@
+"""A worker that learns what its passes take: while nothing is asked, and from what it is asked.
+
+The model is a table that takes as long as its law says; what is compared are sizes, never times.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from protos.pass_cost import PassCost
+from protos.worker_pb2 import WorkerStatus
+from tests.test_jobs import PROMPT, V, judged, verdict_of
+from tests.test_worker_server import Gate, Worker, plain, serving, until
+from workers.pass_plan import MIN_PREFILL_TOKENS
+
+
+class Clockwork(Gate):
+    """Half a millisecond a token, and one more a pass."""
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        super().__call__(lengths)
+        return self.seconds_of(lengths)
+
+    @staticmethod
+    def seconds_of(lengths: Sequence[int]) -> float:
+        return 0.001 + 0.0005 * sum(lengths)
+
+
+def cost_of(status: WorkerStatus) -> PassCost:
+    return PassCost.from_message(status.cost)
+
+
+async def measured(worker: Worker, gate: Gate) -> None:
+    """Until the passes that an idle worker begins with are over."""
+    await until(lambda: len(gate.passes) >= 6)
+    assert gate.passes == [[1], [2], [4]] * 2
+
+
+async def test_an_idle_worker_measures_its_passes_and_its_status_tells_them() -> None:
+    gate = Clockwork()
+    async with serving(gate=gate, calibration_seconds=2.0) as worker:
+        assert not worker.server.status().HasField("cost")
+        await measured(worker, gate)
+        await until(lambda: cost_of(worker.server.status()).rows == (1, 2, 4))
+        stream = worker.connect()
+        (reply,) = await stream.ask(plain(PROMPT, "s"))
+        assert judged(reply) == verdict_of(PROMPT, [], [])
+        assert worker.held("s") == PROMPT
+
+
+async def test_a_task_waits_for_no_more_than_the_one_measuring_pass_that_runs() -> None:
+    gate = Gate()
+    gate.hold()
+    async with serving(gate=gate, calibration_seconds=2.0) as worker:
+        await gate.entered()
+        stream = worker.connect()
+        (task,) = await stream.send(plain(PROMPT, "s"))
+        await until(lambda: len(worker.server._passes._arrived) == 1)
+        gate.open()
+        assert judged(await stream.reply(task)) == verdict_of(PROMPT, [], [])
+        assert gate.passes[:2] == [[1], [len(PROMPT)]]
+
+
+async def test_sessions_are_not_pushed_out_of_their_slots_to_measure() -> None:
+    gate = Gate()
+    gate.hold()
+    async with serving(gate=gate, calibration_seconds=2.0, num_slots=1) as worker:
+        await gate.entered()
+        stream = worker.connect()
+        (task,) = await stream.send(plain(PROMPT, "s"))
+        await until(lambda: len(worker.server._passes._arrived) == 1)
+        gate.open()
+        judged(await stream.reply(task))
+        await asyncio.wait_for(worker.server._passes.drained(), 5)
+        await stream.ask(plain([*PROMPT, 1], "s", 2))
+        assert gate.passes == [[1], [len(PROMPT)], [1]]
+        await stream.send(released=["s"])
+        await until(lambda: len(gate.passes) > 3)  # now there is a place for it
+
+
+async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_large() -> None:
+    gate = Clockwork()
+    step = 0.06  # 118 tokens
+    async with serving(gate=gate, max_step_seconds=step, calibration_seconds=2.0, max_length=4096) as worker:
+        await measured(worker, gate)
+        stream = worker.connect()
+        prompt = np.random.default_rng(1).integers(0, V, size=1500).tolist()
+        del gate.passes[:]
+        (alone,) = await stream.ask(plain(prompt, "alone"))
+        assert judged(alone) == verdict_of(prompt, [], [])
+        assert max(map(sum, gate.passes)) == 256
+        await stream.send(released=["alone"])
+        text = list(PROMPT)
+        (first,) = await stream.ask(plain(text, "quick"))
+        text.append(judged(first).token)
+        del gate.passes[:]
+        (long,) = await stream.send(plain(prompt, "long"))
+        for round in range(2, 6):
+            (reply,) = await stream.ask(plain(text, "quick", round))
+            text.append(judged(reply).token)
+        assert judged(await stream.reply(long)) == verdict_of(prompt, [], [])
+        together = [lengths for lengths in gate.passes if len(lengths) == 2]
+        assert together
+        for lengths in gate.passes:  # also between the rounds of a session that will come back
+            assert gate.seconds_of(lengths) <= 1.25 * step  # by what was learnt, which is not exact
+        assert max(map(sum, gate.passes)) > MIN_PREFILL_TOKENS
+
+
+async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
+    async with serving() as worker:
+        stream = worker.connect()
+        for round in range(1, 6):
+            await stream.ask(plain([*PROMPT, *range(round)], "s", round))
+        (cost,) = stream.costs
+        assert cost.rows == (1, 4)  # of the passes before the first answer
+        other = worker.connect()
+        await other.ask(plain(PROMPT, "t"))
+        assert len(other.costs) == 1
