@@ -264,7 +264,8 @@ async def test_with_k_0_no_drafter_is_asked_and_the_text_is_plain_decoding_s() -
         return DRAFT(prefix)
 
     slots = []
-    async with pipeline(target_model(0.001), draft_model(counting)) as service:
+    unasked = WorkerConfig(calibration_seconds=0.0)
+    async with pipeline(target_model(0.001), draft_model(counting), worker=unasked) as service:
         assert service.draft is not None
         running = asyncio.create_task(
             generate(service.stub, [1, 2], max_tokens=25, temperature=0.0, num_draft_tokens=0)
