@@ -58,6 +58,7 @@ def start_head(folder: Path) -> str:
             # Ray's own limit goes by the cores that it may give out, and is 1 then. A private deployment has
             # three actors.
             "worker_maximum_startup_concurrency": max(3, os.cpu_count() or 1),
+            "worker_niceness": 0,  # Ray's 15 would let everything else on the machine go first
         },
     }
     return str(_Head(RayParams(**parameters), head=True, shutdown_at_exit=False, spawn_reaper=False).address)

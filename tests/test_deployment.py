@@ -187,6 +187,7 @@ def test_only_its_owner_reaches_it_and_sigterm_drains_an_actor(pair: Pair) -> No
         members = [psutil.Process(pid) for pid in session_members(leader)]
         # The keeper, Ray's two with two that sleep in the place of Ray's agents, and the actors.
         assert len(members) == 1 + 4 + 3, [process.cmdline() for process in members]
+        assert {process.nice() for process in members} == {psutil.Process().nice()}
         assert _listening_hosts(members) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         [ray_head] = [process for process in members if process.name() == "gcs_server"]
         assert _answer_without_token(ray_head) == grpc.StatusCode.UNAUTHENTICATED
