@@ -68,7 +68,7 @@ def decoder_pair(model: PreTrainedModel, **options: Any) -> Pair:
     return Pair(model, DecoderModel(model.config.to_dict(), tensors, **SIZES | options))
 
 
-def llama_cpp_pair(model: PreTrainedModel, **options: int) -> Pair:
+def llama_cpp_pair(model: PreTrainedModel, **options: Any) -> Pair:
     """Skips the test where llama.cpp is not installed."""
     pytest.importorskip("llama_cpp", reason="the extra 'llama' is not installed")
     from workers.llama_cpp_model import LlamaCppModel

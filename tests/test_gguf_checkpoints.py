@@ -48,7 +48,7 @@ def test_a_file_is_described_from_its_header_alone(file: Path) -> None:
     assert (info.folder, info.gguf) == (file.parent, file)
     assert (info.model_type, info.dtype, info.vocab_size, info.context_length) == (
         "llama",
-        "f32",
+        "float32",
         VOCAB_SIZE,
         MAX_LENGTH,
     )

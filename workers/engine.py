@@ -52,6 +52,7 @@ def load_model(
 
         return LlamaCppModel(
             source,
+            role=role,
             num_slots=num_slots,
             max_length=max_length,
             num_threads=num_threads,

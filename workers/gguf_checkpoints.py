@@ -71,7 +71,7 @@ def check_gguf(file: Path, *, role: Role) -> CheckpointInfo:
 
 
 def dtype_of(tensors: Sequence[GgufTensor]) -> str:
-    """What most of the weights are stored as: 'f32', 'q8_0', 'q4_k' and so on."""
+    """What most of the weights are stored as: 'float32', 'q8_0', 'q4_k' and so on."""
     from gguf import GGMLQuantizationType
 
     sizes: Counter[int] = Counter()
@@ -79,7 +79,8 @@ def dtype_of(tensors: Sequence[GgufTensor]) -> str:
         sizes[tensor.kind] += tensor.num_elements
     kind = max(sizes, key=lambda kind: sizes[kind])
     names = {int(known): known.name.lower() for known in GGMLQuantizationType}
-    return names.get(kind, f"type {kind}")
+    name = names.get(kind, f"type {kind}")
+    return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}.get(name, name)
 
 
 def _faults(header: GgufHeader) -> Iterator[str]:

@@ -22,7 +22,7 @@ MAX_SEQUENCES = int(llama_cpp.llama_max_parallel_sequences())
 ROWS_AT_ONCE = 512  # of a longer pass; what a row's work takes in memory is reserved for so many
 
 _ERROR = 4  # of ggml_log_level
-_FLOAT32 = 0  # of ggml_type
+_FLOAT32, _FLOAT16, _BFLOAT16 = 0, 1, 30  # of ggml_type
 _errors: deque[str] = deque(maxlen=4)  # what llama.cpp says of the last failures
 
 
@@ -39,12 +39,16 @@ llama_cpp.llama_backend_init()
 class LlamaCppContext:
     """A loaded model with a cache of `length` positions for each of `num_sequences` sequences.
 
-    Keys and values are float32, and flash attention is off: it computes in float16, one row in another way
-    than many, so that p would depend on the number of rows (SmolLM2-135M's logits by 0.2). Each sequence has
-    its own part of the cache: in a common one every row is multiplied with every sequence's keys.
+    Each sequence has its own part of the cache: in a common one every row is multiplied with every sequence's
+    keys. llama.cpp's default, flash attention over float16, computes one row in another way than many: between
+    the two SmolLM2-135M's logits differ by 0.2. Without flash attention, over float32, they differ by the
+    order of some sums. `in_order` it is the same sums for all: flash attention, over float16 keys and bfloat16
+    values, a combination for which there is one way only.
     """
 
-    def __init__(self, file: Path, *, num_sequences: int, length: int, num_threads: int) -> None:
+    def __init__(
+        self, file: Path, *, num_sequences: int, length: int, num_threads: int, in_order: bool
+    ) -> None:
         """Load the file. Raises ModelRefused for one that llama.cpp does not take."""
         _errors.clear()
         parameters = llama_cpp.llama_model_default_params()
@@ -62,8 +66,10 @@ class LlamaCppContext:
         settings.n_ubatch = min(num_sequences * length, ROWS_AT_ONCE)
         settings.n_seq_max = num_sequences
         settings.n_threads = settings.n_threads_batch = num_threads
-        settings.type_k = settings.type_v = _FLOAT32
-        settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        settings.type_k, settings.type_v = (_FLOAT16, _BFLOAT16) if in_order else (_FLOAT32, _FLOAT32)
+        settings.flash_attn_type = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if in_order else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         settings.kv_unified = False
         settings.swa_full = True  # a window that is trimmed could not be cut back across its edge
         settings.offload_kqv = settings.op_offload = False
