@@ -40,9 +40,9 @@ class LlamaCppContext:
     """A loaded model with a cache of `length` positions for each of `num_sequences` sequences.
 
     Each sequence has its own part of the cache: in a common one every row is multiplied with every sequence's
-    keys. llama.cpp's default, flash attention over float16, computes one row in another way than many: between
-    the two SmolLM2-135M's logits differ by 0.2. Without flash attention, over float32, they differ by the
-    order of some sums. `in_order` it is the same sums for all: flash attention, over float16 keys and bfloat16
+    keys. llama.cpp's default, flash attention over float16, computes one row in another way than many, by
+    which SmolLM2-135M's logits differ by 0.2. Without flash attention, over float32, they differ by the order
+    of some sums. `in_order` the sums are the same for all: flash attention over float16 keys and bfloat16
     values, a combination for which there is one way only.
     """
 
