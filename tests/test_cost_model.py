@@ -113,6 +113,15 @@ def test_a_machine_that_becomes_slower_or_faster_is_followed_in_all_it_does(fact
         assert ratio(model, shape) / at_first == pytest.approx(factor, rel=0.3)
 
 
+def test_a_machine_that_becomes_faster_as_a_text_grows_is_followed_all_the_same() -> None:
+    """Longer contexts that seem to cost less than nothing must not stand in the way."""
+    model = CostModel()
+    for i in range(60):
+        shape = PassShape().with_feed(32 * i, 32)
+        model.observe(shape, max(0.4, 2.0 - i / 20) * TRUTH.pass_seconds(shape))
+    assert ratio(model, PassShape().with_feed(1900, 32)) == pytest.approx(0.4, rel=0.1)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_it_saw_it_tells_a_cost_that_can_be(seed: int) -> None:
     generator = random.Random(seed)

@@ -43,13 +43,14 @@ from workers.counts import CountRow, one_hot, quantise, quantise_full
 from workers.distributions import Distribution, FloatArray
 from workers.jobs import DraftJob, Job, VerifyJob, settings_of
 from workers.language_model import Feed, Logits
-from workers.passes import PassLoop, Work
+from workers.passes import PassLoop
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
 from workers.sampling import SamplingSettings, distribution, probabilities
 from workers.slots import SlotTable
 from workers.table_model import TableModel
 from workers.verification import Rule, Uniforms, Verdict
+from workers.work import Work
 
 V = 12
 EPOCH = 5

@@ -81,7 +81,7 @@ async def test_sessions_are_not_pushed_out_of_their_slots_to_measure() -> None:
 
 async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_large() -> None:
     gate = Clockwork()
-    step = 0.06  # 118 tokens
+    step = 0.12  # 238 tokens
     async with serving(gate=gate, max_step_seconds=step, calibration_seconds=2.0, max_length=4096) as worker:
         await measured(worker, gate)
         stream = worker.connect()
@@ -102,8 +102,9 @@ async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_larg
         assert judged(await stream.reply(long)) == verdict_of(prompt, [], [])
         together = [lengths for lengths in gate.passes if len(lengths) == 2]
         assert together
-        for lengths in gate.passes:  # also between the rounds of a session that will come back
-            assert gate.seconds_of(lengths) <= 1.25 * step  # by what was learnt, which is not exact
+        for lengths in gate.passes:  # half of a step between the rounds of a session that will come back
+            limit = step if len(lengths) == 2 else step / 2
+            assert gate.seconds_of(lengths) <= 1.25 * limit  # by what was learnt, which is not exact
         assert max(map(sum, gate.passes)) > MIN_PREFILL_TOKENS
 
 

@@ -76,8 +76,11 @@ class CostModel:
         surprise, limit = seconds - expected, _CLIP * variance**0.5
         told = gains / max(variance, (surprise / _CLIP) ** 2)  # a fluke makes nothing surer
         covariance -= gains[:, None] * told
-        move = min(max(surprise, -limit), limit) / variance
-        self._values = values + move * gains  # a new array: another thread may read the old one
+        values = values + min(max(surprise, -limit), limit) / variance * gains
+        for term in (-2, -1):
+            if values[term] < 0:  # it cannot be: to the likeliest values where it is 0
+                values = values - covariance[:, term] * (values[term] / covariance[term, term])
+        self._values = values  # a new array: another thread may read the old one
         self._seen |= {int(weights[: len(ROWS)].argmax())}
 
     def _begin(self, weights: FloatArray, seconds: float) -> None:

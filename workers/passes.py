@@ -11,51 +11,21 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from protos.pass_cost import PassCost, PassShape
 from protos.status import TaskError
-from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask, WorkTimes
+from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask
 from workers.calibration import Calibration
 from workers.cost_model import CostModel
-from workers.jobs import Job, Task
+from workers.jobs import Job
 from workers.language_model import Feed, LanguageModel, Logits
 from workers.pass_plan import MIN_PREFILL_TOKENS, PassBounds, Pending, fast_rows, plan_pass
 from workers.slots import SlotTable
+from workers.work import Work
 
 logger = logging.getLogger(__name__)
 
 NEXT_ROUND_SECONDS = 1.0  # a session that was answered is expected back for this long
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """A task on its way to its reply."""
-
-    task: Task
-    key: bytes  # names the question, so that the same round asked twice is answered once
-    reply: Callable[[TaskReply], None]  # called on the event loop, exactly once
-    arrived_ns: int = field(default_factory=time.monotonic_ns)
-    started_ns: int = 0
-    pass_ns: int = 0
-    job: Job | None = None
-
-    def out_of_time(self) -> bool:
-        """Whether the answer is of no more use."""
-        return time.monotonic_ns() - self.arrived_ns >= self.task.state.timeout_ns
-
-    def answer(self, outcome: TaskReply) -> TaskReply:
-        """The outcome with the times it took; as it is without a pass: an error, or a reply given before."""
-        if self.started_ns:
-            times = WorkTimes(
-                queue_ns=self.started_ns - self.arrived_ns,
-                pass_ns=self.pass_ns,
-                total_ns=time.monotonic_ns() - self.arrived_ns,
-            )
-            for name in ("draft", "verify"):
-                if outcome.HasField(name):
-                    getattr(outcome, name).times.CopyFrom(times)
-        return outcome
 
 
 class PassLoop:
@@ -76,8 +46,8 @@ class PassLoop:
     ) -> None:
         """`open_job` makes a task's job enter its slot.
 
-        `max_pass_tokens` bounds a pass with prefills, `max_step_seconds` one that sessions which decode wait
-        for, `calibration_seconds` the passes that measure while nothing is asked.
+        `max_pass_tokens` bounds a pass with prefills, `max_step_seconds` how long a round takes beside them,
+        `calibration_seconds` the passes that measure while nothing is asked.
         """
         self._model = model
         self._slots = slots
@@ -223,19 +193,29 @@ class PassLoop:
         """Feeds of the next pass."""
         jobs = [_job(work) for work in self._at_work]
         tasks = [_pending(job) for job in jobs]
-        sizes = plan_pass(tasks, self._bounds(any(task.decodes for task in tasks)))
+        decoding = [work for work, task in zip(self._at_work, tasks, strict=True) if task.decodes]
+        sizes = plan_pass(tasks, self._bounds(decoding))
         return [
             (work, job, _feed(job, size))
             for work, job, size in zip(self._at_work, jobs, sizes, strict=True)
             if size
         ]
 
-    def _bounds(self, some_decode: bool) -> PassBounds:
-        """In time where sessions decode, or will in a moment; else in rows that are read at the best rate."""
+    def _bounds(self, decoding: list[Work]) -> PassBounds:
+        """In time where sessions decode, or will in a moment; else in rows that are read at the best rate.
+
+        A round that comes in the middle of a pass waits for its end, so passes before it get half of a step,
+        and its own gets what is left.
+        """
         cost = self._cost_model.cost
-        if cost is not None and (some_decode or self._slots.answered_within(NEXT_ROUND_SECONDS)):
-            return PassBounds(self._max_pass_tokens, self._max_step_seconds, cost.pass_seconds)
-        return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
+        if cost is None or not (decoding or self._slots.answered_within(NEXT_ROUND_SECONDS)):
+            return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
+        seconds = self._max_step_seconds / 2
+        if decoding:
+            now = time.monotonic_ns()
+            waited = [now - work.arrived_ns for work in decoding if not work.started_ns]
+            seconds = self._max_step_seconds - max(waited, default=0) / 1e9
+        return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
     def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:
         started_ns = time.monotonic_ns()

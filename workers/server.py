@@ -41,9 +41,10 @@ from protos.worker_pb2 import (
 )
 from workers.jobs import DraftJob, Job, ScoreJob, ScoreTask, VerifyJob
 from workers.language_model import LanguageModel
-from workers.passes import PassLoop, Work
+from workers.passes import PassLoop
 from workers.slots import SlotTable, check_ids
 from workers.task_stream import TaskStream
+from workers.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,9 @@ class WorkerConfig(Binding):
     """How a worker serves."""
 
     max_pass_tokens: int = Field(default=256, ge=1)  # of a pass that takes in prompts
-    # Of a pass that decoding sessions wait for: prompts beside them go in chunks that keep it, by what passes
-    # were measured to take, or of 32 tokens where not even these do.
-    max_step_seconds: float = Field(default=0.25, gt=0)
+    # From a round's arrival to its verdict, while prompts are taken in beside it: they go in chunks that keep
+    # it, by what passes were measured to take, or of 32 tokens where not even these do.
+    max_step_seconds: float = Field(default=0.5, gt=0)
     calibration_seconds: float = Field(default=2.0, ge=0)  # of passes that measure while nothing is asked
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)

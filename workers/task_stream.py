@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from protos.status import TaskError
 from protos.wire import MAX_MESSAGE_BYTES, MessageType, seal, unseal
 from protos.worker_pb2 import DraftTask, PassCost, ReplyBatch, Sealed, TaskBatch, TaskReply, VerifyTask
-from workers.passes import PassLoop, Work
+from workers.passes import PassLoop
+from workers.work import Work
 
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 2  # of the bodies in a message of replies
 TELL_COST_SECONDS = 1.0  # how often replies bring what passes take
