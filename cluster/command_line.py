@@ -51,7 +51,7 @@ def generate_command(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The model to write with: demo, a folder, or a hub id (org/name@revision).",
+            help="The model to write with: demo, a folder, a GGUF file, or a hub id (org/name@revision).",
             show_default="the deployment's, or demo",
         ),
     ] = None,

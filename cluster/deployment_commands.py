@@ -36,7 +36,10 @@ Offline = Annotated[
 
 def up_command(
     target: Annotated[
-        str, typer.Option(help="The model to write with: demo, a folder, or a hub id (org/name@revision).")
+        str,
+        typer.Option(
+            help="The model to write with: demo, a folder, a GGUF file, or a hub id (org/name@revision)."
+        ),
     ] = "demo",
     draft: Annotated[
         str, typer.Option(help="The model that proposes tokens: as for --target, or none for plain decoding.")
