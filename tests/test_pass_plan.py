@@ -1,4 +1,4 @@
-"""The plan of a pass keeps its bounds by the cost at hand, leaves out nobody who decodes, and starves nobody."""
+"""The plan of a pass keeps its bounds by the cost at hand, leaves no decoding session out, starves nobody."""
 
 import math
 import random

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from protos.pass_cost import PassCost
 from protos.worker_pb2 import WorkerStatus
@@ -47,6 +48,19 @@ async def test_an_idle_worker_measures_its_passes_and_its_status_tells_them() ->
         (reply,) = await stream.ask(plain(PROMPT, "s"))
         assert judged(reply) == verdict_of(PROMPT, [], [])
         assert worker.held("s") == PROMPT
+
+
+async def test_large_passes_are_measured_once_a_coordinator_is_there_and_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.calibration.QUIET_SECONDS", 0.0)
+    gate = Clockwork()
+    async with serving(gate=gate, calibration_seconds=2.0) as worker:
+        await measured(worker, gate)
+        await until(lambda: cost_of(worker.server.status()).rows == (1, 2, 4))
+        await worker.shake_hands()
+        await until(lambda: cost_of(worker.server.status()).rows[-1] == 256)
+        await until(lambda: not any(worker.model._slots))
 
 
 async def test_a_task_waits_for_no_more_than_the_one_measuring_pass_that_runs() -> None:

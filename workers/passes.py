@@ -60,7 +60,7 @@ class PassLoop:
         self._released: list[str] = []
         self._at_work: list[Work] = []
         self._closed = False
-        self._busy_at = time.monotonic()
+        self._busy_at = math.inf  # until a coordinator is there
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,6 +75,10 @@ class PassLoop:
     def num_tasks(self) -> int:
         """Tasks that are queued or at work."""
         return len(self._arrived) + len(self._at_work)
+
+    def greet(self) -> None:
+        """A coordinator is there, and so the deployment complete: only now do idle moments cost nobody."""
+        self._busy_at = min(self._busy_at, time.monotonic())
 
     def submit(self, work: Work) -> None:
         """Queue a task for the next pass. Raises TaskError(UNAVAILABLE) once closed."""

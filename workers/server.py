@@ -216,6 +216,11 @@ class WorkerServer:
             raise TaskError.from_status(outcome.error)
         return outcome.score
 
+    def greet(self) -> WorkerInfo:
+        """Who the worker is, for a coordinator that begins."""
+        self._passes.greet()
+        return self.info
+
     def status(self) -> WorkerStatus:
         """How the worker is doing."""
         cost = self._passes.cost
@@ -251,7 +256,7 @@ class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"protocol_version is {request.protocol_version}; this worker speaks {PROTOCOL_VERSION}",
             )
-        return self._worker.info
+        return self._worker.greet()
 
     async def Propose(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
