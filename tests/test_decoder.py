@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from tests.engines import decoder_pair, same, some
+from tests.engines import Pair, decoder_pair, same, some
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_llama
 from workers.decoder_config import NotADecoder
 from workers.decoder_model import DecoderModel
 from workers.language_model import Feed
 
+SPOILT = VOCAB_SIZE - 1
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -92,6 +93,14 @@ def test_qwen2_gets_transformers_logits() -> None:
         ({"num_hidden_layers": 3}, "model.layers.2.* is missing"),
         ({"hidden_size": 64, "head_dim": 8}, "has shape"),
         ({"tie_word_embeddings": False}, None),
+        ({"attention_bias": True}, "q_proj.bias is missing"),
+        ({"rope_scaling": LINEAR}, "rope_parameters and rope_scaling differ"),
+        ({"rope_parameters": "linear"}, "no object"),
+        ({"model_type": "qwen2"}, "q_proj.bias is missing"),
+        ({"model_type": "qwen3"}, "q_norm.weight is missing"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, "layer_types has chunked"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "sliding_window is None"),
     ],
 )
 def test_what_is_not_certain_is_left_to_transformers(change: dict[str, Any], message: str | None) -> None:
@@ -117,18 +126,64 @@ def test_rotary_parameters_are_read_as_older_files_write_them() -> None:
     same(engine.forward([Feed(0, 0, tokens, 40)])[0], decoder_pair(model).expected(tokens))
 
 
-def test_numbers_that_are_not_finite_do_not_outlive_their_session() -> None:
-    """Masked positions are multiplied by zero, and zero times NaN is NaN."""
+@pytest.fixture
+def spoiling() -> Pair:
+    """A pair whose last token makes numbers that are not finite."""
     model = tiny_llama()
-    spoilt = VOCAB_SIZE - 1
-    model.model.embed_tokens.weight.data[spoilt] = torch.nan
-    pair, draw = decoder_pair(model), random.Random(7)
-    prompts = [some(draw, 5), some(draw, 20)]
-    prompts = [[token % spoilt for token in prompt] for prompt in prompts]
-    bad = pair.engine.forward([Feed(0, 0, [1, 2, 3, 4, 5, 6, 7, spoilt], 1)])[0]
-    assert np.isnan(bad).all()
-    pair.engine.truncate(0, 0)
-    pair.engine.forward([Feed(slot, 0, prompt[:-1], 0) for slot, prompt in enumerate(prompts)])
-    logits = pair.engine.forward([Feed(s, len(p) - 1, p[-1:], 1) for s, p in enumerate(prompts)])
+    model.model.embed_tokens.weight.data[SPOILT] = torch.nan
+    return decoder_pair(model)
+
+
+def sound(draw: random.Random, length: int) -> list[int]:
+    return [token % SPOILT for token in some(draw, length)]
+
+
+def test_what_stands_before_a_broken_position_is_right_and_what_follows_is_nan(spoiling: Pair) -> None:
+    """Masked positions are multiplied by zero, and zero times NaN is NaN: a draft would spoil its own judge."""
+    tokens = sound(random.Random(7), 12)
+    spoiling.feed(0, 0, tokens[:9], 0)
+    logits = spoiling.feed(0, 9, [*tokens[9:11], SPOILT, 5])
+    same(logits[:2], spoiling.expected(tokens[:11], 2))
+    assert np.isnan(logits[2:]).all()
+    assert np.isnan(spoiling.feed(0, 13, [7])).all(), "the slot is broken"
+    same(spoiling.feed(0, 11, tokens[11:]), spoiling.expected(tokens, 1))  # cut back, it is sound again
+
+
+def test_a_broken_position_is_remembered_though_its_logits_were_not_wanted(spoiling: Pair) -> None:
+    draw = random.Random(7)
+    spoiling.feed(0, 0, [1, 2, SPOILT, 3], 0)
+    neighbour = sound(draw, 6)
+    ours, other = spoiling.engine.forward([Feed(0, 4, [4], 1), Feed(1, 0, neighbour, 6)])
+    assert np.isnan(ours).all()
+    same(other, spoiling.expected(neighbour))
+
+
+def test_numbers_that_are_not_finite_do_not_outlive_their_session(spoiling: Pair) -> None:
+    draw = random.Random(7)
+    prompts = [sound(draw, 5), sound(draw, 20)]
+    spoiling.feed(0, 0, [1, 2, 3, 4, 5, 6, 7, SPOILT, 8], 0)
+    spoiling.engine.truncate(0, 0)
+    spoiling.engine.forward([Feed(slot, 0, prompt[:-1], 0) for slot, prompt in enumerate(prompts)])
+    logits = spoiling.engine.forward([Feed(s, len(p) - 1, p[-1:], 1) for s, p in enumerate(prompts)])
     for prompt, row in zip(prompts, logits, strict=True):
-        same(row, pair.expected(prompt, 1))
+        same(row, spoiling.expected(prompt, 1))
+
+
+def test_long_contexts_get_transformers_logits() -> None:
+    """Attention works in blocks of hundreds of positions."""
+    for family in ("llama", "mistral"):
+        pair = decoder_pair(FAMILIES[family](max_position_embeddings=1300), max_length=1300)
+        draw = random.Random(7)
+        lengths = (1250, 1000, 1249, 3)
+        prompts = [some(draw, length) for length in lengths]
+        pair.engine.forward([Feed(slot, 0, prompt[:-3], 0) for slot, prompt in enumerate(prompts[:3])])
+        feeds = [Feed(slot, length - 3, prompts[slot][-3:], 3) for slot, length in enumerate(lengths)]
+        for prompt, logits in zip(prompts, pair.engine.forward(feeds), strict=True):
+            same(logits, pair.expected(prompt, 3))
+
+
+def test_weights_that_transformers_would_not_use_are_not_used() -> None:
+    """A bias in the file of a model that is configured without one."""
+    tensors = dict(tiny_llama(attention_bias=True).state_dict())
+    with pytest.raises(NotADecoder, match="weights are left over"):
+        DecoderModel(tiny_llama().config.to_dict(), tensors, num_slots=1, max_length=8)

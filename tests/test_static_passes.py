@@ -76,7 +76,7 @@ def test_a_gpu_says_what_the_cpu_says(dtype: torch.dtype) -> None:
     on_cpu = DecoderModel(config, {name: x.float() for name, x in plain.items()}, **SIZES)
     tolerance = 5e-4 if dtype == torch.float32 else 0.5
     tokens = [some(draw, 48) for _ in range(4)]
-    for start, length in ((0, 20), (20, 1), (21, 4), (25, 1), (26, 4), (30, 18)):  # graphs are met twice
+    for start, length in ((0, 20), (20, 1), (21, 4), (25, 1), (23, 4), (27, 1), (20, 18)):  # and rolled back
         feeds = [Feed(s, start, t[start : start + length], length) for s, t in enumerate(tokens)]
         for left, right in zip(on_gpu.forward(feeds), on_cpu.forward(feeds), strict=True):
             np.testing.assert_allclose(left, right, rtol=0, atol=tolerance)

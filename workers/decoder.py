@@ -78,23 +78,49 @@ class Decoder:
         form = form or fastest_form(matrices)
         del matrices
         self._layers = []
+        assert len(config.windows) == config.num_layers, "each layer has a window, or none"
         for window in config.windows:  # a layer's stored form goes before the next one is brought into form
             self._layers.append(_Layer.build(weights.layers.pop(0), form, config.norm_epsilon, window))
+        self.num_columns = len(head)  # C
         self._head = form(head, None)
         self._cos, self._sin = _rotations(config.inverse_frequencies, max_length, self.dtype, self.device)
 
-    def logits(self, places: Places, wanted: Tensor, cache: SlotCache) -> Tensor:
-        """Run the rows of a pass and write their keys and values; the logits `[wanted, C]` of some rows."""
+    def logits(self, places: Places, wanted: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """Run the rows of a pass and write their keys and values.
+
+        Returns the logits `[wanted, C]` of some rows, and whether all rows are finite, `[]`. If not, the pass
+        has to be run again `guarded`: what is masked is multiplied by zero, and zero times infinity is NaN.
+        """
+        x = self._layers_of(places, cache, None)
+        return self._head(self._norm(x[wanted])), x.isfinite().all()
+
+    def guarded(self, places: Places, wanted: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
+        """As `logits`, but keys and values that are not finite are written as zeros.
+
+        Returns the logits and which rows `[N]` are broken. The logits of what stands before a broken row are
+        right; those behind it, in this pass or in later ones, are without meaning.
+        """
+        broken = torch.zeros_like(places.tokens, dtype=torch.bool)
+        x = self._layers_of(places, cache, broken)
+        broken |= ~x.isfinite().all(dim=-1)
+        return self._head(self._norm(x[wanted])), broken
+
+    def _layers_of(self, places: Places, cache: SlotCache, broken: Tensor | None) -> Tensor:
         x = embedding(places.tokens, self._embedding)
         cos, sin = self._cos[places.positions], self._sin[places.positions]  # [N, 1, D]
         for index, layer in enumerate(self._layers):
-            x = self._attention(layer, index, x, cos, sin, places, cache)
+            heads = self._heads(layer, x, cos, sin)
+            keys_values = heads[:, self.config.num_heads :]
+            if broken is not None:
+                broken |= ~keys_values.isfinite().flatten(1).all(dim=1)
+                keys_values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            cache.write(index, keys_values, places)
+            x = x + layer.output(cache.attend(index, heads[:, : self.config.num_heads], places, layer.window))
             x += layer.down(_gated(layer.gate_up(layer.mlp_norm(x))))
-        return self._head(self._norm(x[wanted]))
+        return x
 
-    def _attention(
-        self, layer: _Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, places: Places, cache: SlotCache
-    ) -> Tensor:
+    def _heads(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values `[N, H + 2G, D]`, the first two rotated."""
         config = self.config
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         heads = layer.queries_keys_values(layer.attention_norm(x)).view(len(x), -1, config.head_dim)
@@ -104,8 +130,7 @@ class Decoder:
         rotated = heads[:, :num_rotated]
         turned = rotated.roll(config.head_dim // 2, -1)
         rotated.mul_(cos).addcmul_(turned, sin)
-        cache.write(index, heads[:, num_heads:], places)
-        return x + layer.output(cache.attend(index, heads[:, :num_heads], places, layer.window))
+        return heads
 
 
 def _gated(gate_up: Tensor) -> Tensor:

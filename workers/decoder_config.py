@@ -13,37 +13,22 @@ from typing import Any
 Json = dict[str, Any]
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-_REQUIRED = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("max_position_embeddings", "rms_norm_eps", "hidden_act"),
+_REQUIRED = set(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    " max_position_embeddings rms_norm_eps hidden_act".split()
 )
-_REQUIRED_BY_TYPE = {"mistral": ("sliding_window",), "qwen3": ("head_dim",)}  # their defaults are not neutral
-_READ = {
-    "head_dim",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-} | {
-    *("use_sliding_window", "max_window_layers", "layer_types", "model_type"),
-}
-_WITHOUT_EFFECT = {
-    *(
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-    ),
-    *("eos_token_id", "id2label", "initializer_range", "intermediate_size", "is_encoder_decoder"),
-    *("is_llama_config", "label2id", "output_attentions", "output_hidden_states", "pad_token_id"),
-    *("pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers.js_config"),
-    *("transformers_version", "unsloth_fixed", "use_cache"),
-    *("attention_bias", "mlp_bias"),  # the weights tell: a bias that is not used is left over
-}
-_MUST_BE = {"rope_interleaved": False, "use_mrope": False}
+_REQUIRED_BY_TYPE = {"mistral": {"sliding_window"}, "qwen3": {"head_dim"}}  # their defaults are not neutral
+_READ = set(
+    "attention_bias head_dim layer_types max_window_layers mlp_bias model_type rope_parameters rope_scaling"
+    " rope_theta sliding_window tie_word_embeddings use_sliding_window".split()
+)
+_WITHOUT_EFFECT = set(
+    "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id"
+    " id2label initializer_range is_llama_config label2id output_attentions output_hidden_states pad_token_id"
+    " pretraining_tp problem_type return_dict torch_dtype transformers.js_config transformers_version"
+    " unsloth_fixed use_cache".split()
+)
+_MUST_BE = {"is_encoder_decoder": False, "rope_interleaved": False, "use_mrope": False}
 
 
 class NotADecoder(ValueError):
@@ -56,6 +41,7 @@ class DecoderConfig:
 
     vocab_size: int  # V, padding included
     hidden_size: int
+    intermediate_size: int
     num_layers: int
     num_heads: int  # H
     num_kv_heads: int  # G
@@ -65,6 +51,10 @@ class DecoderConfig:
     is_tied: bool  # the head is the embedding
     windows: tuple[int | None, ...]  # by layer: how many positions a row sees, itself included; None: all
     inverse_frequencies: tuple[float, ...]  # [D/2] radians a position
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_head_norms: bool  # queries and keys are normed head by head
 
     @classmethod
     def read(cls, config: Json) -> "DecoderConfig":
@@ -76,6 +66,7 @@ class DecoderConfig:
         return cls(
             vocab_size=int(config["vocab_size"]),
             hidden_size=hidden_size,
+            intermediate_size=int(config["intermediate_size"]),
             num_layers=int(config["num_hidden_layers"]),
             num_heads=num_heads,
             num_kv_heads=int(config["num_key_value_heads"]),
@@ -85,6 +76,10 @@ class DecoderConfig:
             is_tied=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(config),
             inverse_frequencies=_inverse_frequencies(_rope(config), head_dim),
+            has_qkv_bias=config["model_type"] == "qwen2" or _has_attention_bias(config),
+            has_output_bias=_has_attention_bias(config),
+            has_mlp_bias=config["model_type"] == "llama" and bool(config.get("mlp_bias", False)),
+            has_head_norms=config["model_type"] == "qwen3",
         )
 
 
@@ -93,14 +88,14 @@ def _problems(config: Json) -> Iterator[str]:
     if model_type not in _MODEL_TYPES:
         yield f"model_type is {model_type!r}, known are {', '.join(_MODEL_TYPES)}"
         return
-    for field in (*_REQUIRED, *_REQUIRED_BY_TYPE.get(model_type, ())):
+    for field in sorted(_REQUIRED | _REQUIRED_BY_TYPE.get(model_type, set())):
         if field not in config or (config[field] is None and field != "sliding_window"):
             yield f"{field} is missing"
     for field, value in config.items():
         if field in _MUST_BE:
             if value != _MUST_BE[field]:
                 yield f"{field} is {value!r}, known is {_MUST_BE[field]!r}"
-        elif field not in _READ | _WITHOUT_EFFECT | set(_REQUIRED):
+        elif field not in _READ | _WITHOUT_EFFECT | _REQUIRED:
             yield f"{field} is not known"
     if config.get("hidden_act") != "silu":
         yield f"hidden_act is {config.get('hidden_act')!r}, known is 'silu'"
@@ -108,9 +103,38 @@ def _problems(config: Json) -> Iterator[str]:
         yield "num_attention_heads is no multiple of num_key_value_heads"
     if model_type in ("llama", "mistral") and config.get("layer_types") is not None:
         yield f"layer_types is set, which {model_type} does not have"
+    if model_type in ("qwen2", "qwen3"):
+        yield from _window_problems(config)
     if model_type == "llama" and config.get("sliding_window") is not None:
         yield "sliding_window is set, which llama does not have"
-    yield from _rope_problems(_rope(config))
+    present = [
+        config[field] for field in ("rope_parameters", "rope_scaling") if config.get(field) is not None
+    ]
+    if not all(isinstance(rope, dict) for rope in present):
+        yield "the rotary parameters are no object"
+    elif len(present) > 1 and present[0] != present[1]:
+        yield "rope_parameters and rope_scaling differ"
+    else:
+        yield from _rope_problems(_rope(config))
+
+
+def _window_problems(config: Json) -> Iterator[str]:
+    """Of the types whose layers may slide one by one."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != config.get("num_hidden_layers"):
+            yield f"layer_types has {len(kinds)} entries for {config.get('num_hidden_layers')} layers"
+        if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+            yield f"layer_types has {unknown[0]}"
+    if config.get("use_sliding_window", False):
+        for field in ("sliding_window", *(() if kinds is not None else ("max_window_layers",))):
+            if not isinstance(config.get(field), int):
+                yield f"{field} is {config.get(field)!r}, not a number"
+
+
+def _has_attention_bias(config: Json) -> bool:
+    """The other types ignore the field."""
+    return config["model_type"] in ("llama", "qwen3") and bool(config.get("attention_bias", False))
 
 
 def _windows(config: Json) -> tuple[int | None, ...]:
@@ -121,14 +145,14 @@ def _windows(config: Json) -> tuple[int | None, ...]:
         window = None
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config.get("max_window_layers", 28))
+        first = config.get("max_window_layers") or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _rope(config: Json) -> Json:
     """The rotary parameters under their present names, whichever way they are written."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_theta", config.get("rope_theta"))
     rope["rope_type"] = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
@@ -151,6 +175,8 @@ def _rope_problems(rope: Json) -> Iterator[str]:
     for field in sorted(fields):
         if not isinstance(rope.get(field), int | float):
             yield f"{field} of the rotary parameters is {rope.get(field)!r}, not a number"
+    if rope_type == "llama3" and rope.get("low_freq_factor") == rope.get("high_freq_factor"):
+        yield "low_freq_factor and high_freq_factor of the rotary parameters are equal"
     if left := sorted(set(rope) - fields - {"rope_type"}):
         yield f"{left[0]} of the rotary parameters is not known for {rope_type}"
 

@@ -65,6 +65,7 @@ class DecoderModel:
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
+        self._broken_from: dict[int, int] = {}  # by slot, the first position that is not finite: see `_run`
         self._static: StaticPasses | None = None
         if self._decoder.device.type == "cuda":
             self._static = StaticPasses(self._decoder, self._cache, num_slots, max_length)
@@ -132,22 +133,49 @@ class DecoderModel:
         logits: list[Logits] = [rows[0]] * len(feeds)
         for i, row in zip(order, rows, strict=True):
             logits[i] = row
-            if not np.isfinite(row).all():
-                self._cache.scrub(feeds[i].slot, feeds[i].start)
         return logits
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
         self._positions.truncate(slot, length)
+        self._forget_broken(slot, length)
 
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`."""
         decoder, wanted = self._decoder, wanted_rows(feeds)
         with torch.inference_mode():
             if self._static is not None and self._static.fits(feeds):
-                logits = self._static.logits(feeds, wanted)
+                logits, finite = self._static.run(feeds, wanted)
             else:
                 places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
                 rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
-                logits = decoder.logits(places, rows, self._cache)
-            return np.asarray(logits.float().cpu().numpy())  # the one wait for the device
+                logits, finite = decoder.logits(places, rows, self._cache)
+            for feed in feeds:
+                self._forget_broken(feed.slot, feed.start)
+            if self._broken_from or not finite:
+                return self._run_guarded(feeds, wanted)
+            return np.asarray(logits.float().cpu().numpy())
+
+    def _run_guarded(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> Logits:
+        """As `_run`, with NaN for every wanted row at or behind a position that is not finite."""
+        decoder = self._decoder
+        places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
+        rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
+        logits, broken = decoder.guarded(places, rows, self._cache)
+        result, flags = logits.float().cpu().numpy(), broken.cpu().numpy()
+        first_row = first_wanted = 0
+        for feed in feeds:
+            at = np.flatnonzero(flags[first_row : first_row + len(feed.tokens)])
+            if at.size:
+                self._broken_from[feed.slot] = min(
+                    self._broken_from.get(feed.slot, self._max_length), feed.start + int(at[0])
+                )
+            good = self._broken_from.get(feed.slot, self._max_length) - feed.start  # rows of the feed
+            num_good_wanted = max(0, good - (len(feed.tokens) - feed.num_logits))
+            result[first_wanted + num_good_wanted : first_wanted + feed.num_logits] = np.nan
+            first_row, first_wanted = first_row + len(feed.tokens), first_wanted + feed.num_logits
+        return np.asarray(result)
+
+    def _forget_broken(self, slot: int, length: int) -> None:
+        if length <= self._broken_from.get(slot, -1):
+            del self._broken_from[slot]

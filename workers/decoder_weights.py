@@ -77,35 +77,38 @@ class _Reader:
     def layer(self, name: str) -> LayerWeights:
         config = self._config
         queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
-        up = self._tensors.get(f"{name}.mlp.up_proj.weight")
-        intermediate_size = 0 if up is None else up.shape[0]
+        intermediate_size = config.intermediate_size
         projections = (("q", queries), ("k", keys), ("v", keys))
         return LayerWeights(
             attention_norm=self.take(f"{name}.input_layernorm.weight", config.hidden_size),
             queries_keys_values=self._stacked(
-                [(f"{name}.self_attn.{which}_proj", size) for which, size in projections], config.hidden_size
+                [(f"{name}.self_attn.{which}_proj", size) for which, size in projections],
+                config.hidden_size,
+                config.has_qkv_bias,
             ),
-            query_norm=self._optional(f"{name}.self_attn.q_norm.weight", config.head_dim),
-            key_norm=self._optional(f"{name}.self_attn.k_norm.weight", config.head_dim),
-            output=self._stacked([(f"{name}.self_attn.o_proj", config.hidden_size)], queries),
+            query_norm=self._head_norm(f"{name}.self_attn.q_norm.weight"),
+            key_norm=self._head_norm(f"{name}.self_attn.k_norm.weight"),
+            output=self._stacked(
+                [(f"{name}.self_attn.o_proj", config.hidden_size)], queries, config.has_output_bias
+            ),
             mlp_norm=self.take(f"{name}.post_attention_layernorm.weight", config.hidden_size),
             gate_up=self._stacked(
                 [(f"{name}.mlp.{which}_proj", intermediate_size) for which in ("gate", "up")],
                 config.hidden_size,
+                config.has_mlp_bias,
             ),
-            down=self._stacked([(f"{name}.mlp.down_proj", config.hidden_size)], intermediate_size),
+            down=self._stacked(
+                [(f"{name}.mlp.down_proj", config.hidden_size)], intermediate_size, config.has_mlp_bias
+            ),
         )
 
-    def _optional(self, name: str, *shape: int) -> Tensor | None:
-        return self.take(name, *shape) if name in self._tensors else None
+    def _head_norm(self, name: str) -> Tensor | None:
+        return self.take(name, self._config.head_dim) if self._config.has_head_norms else None
 
-    def _stacked(self, projections: list[tuple[str, int]], num_inputs: int) -> Matrix:
-        """The projections of one input as one matrix; either all have a bias or none has."""
+    def _stacked(self, projections: list[tuple[str, int]], num_inputs: int, has_bias: bool) -> Matrix:
+        """The projections of one input as one matrix."""
         weights = [self.take(f"{name}.weight", size, num_inputs) for name, size in projections]
-        biases = [self._optional(f"{name}.bias", size) for name, size in projections]
-        present = [bias for bias in biases if bias is not None]
-        if present and len(present) < len(biases):
-            raise NotADecoder(f"some projections beside {projections[0][0]} have a bias, others have none")
+        biases = [self.take(f"{name}.bias", size) for name, size in projections if has_bias]
         if len(weights) == 1:
-            return weights[0], biases[0]
-        return torch.cat(weights), torch.cat(present) if present else None
+            return weights[0], biases[0] if biases else None
+        return torch.cat(weights), torch.cat(biases) if biases else None

@@ -99,7 +99,7 @@ def products(decoder: Decoder, num_rows: int) -> Part:
     config, layers = decoder.config, decoder._layers
     x = torch.randn(num_rows, config.hidden_size)
     attended = torch.randn(num_rows, config.num_heads * config.head_dim)
-    gated = torch.randn(num_rows, layers[0].gate_up(x).shape[1] // 2)
+    gated = torch.randn(num_rows, config.intermediate_size)
 
     def multiply() -> None:
         for layer in layers:

@@ -125,16 +125,11 @@ class SlotCache:
         keys, values = seen[:, :num_heads], seen[:, num_heads:]
         if run.num_rows == 1:  # they stand so already
             rows = queries.view(run.num_slots, num_heads, -1, self._head_dim)
-            return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).view(len(queries), -1)
+            return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(len(queries), -1)
         rows = queries.view(run.num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
         folded = rows.reshape(run.num_slots, num_heads, -1, self._head_dim)
-        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask).view(rows.shape)
+        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(rows.shape)
         return output.permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
-
-    def scrub(self, slot: int, start: int) -> None:
-        """Zero the slot's positions from `start` on: what is not finite there would spoil later sessions."""
-        for layer in self._layers:
-            layer[slot, :, start:] = 0.0
 
 
 class Places:

@@ -4,13 +4,16 @@ Knows the decoder, its slots, and CUDA graphs; the same code runs uncaptured on 
 tested there. A pass of few rows a slot is padded to a shape of a small set: all slots up to the highest one
 fed, the same number of rows each. Rows that nobody feeds stand at the position that no row sees.
 
-A graph is captured the first time that its shape is met, which holds up that pass; there are at most
-log2(num_slots) * log2(MAX_ROWS) * log2(max_length / MIN_SEEN) of them.
+A graph is captured the first time that its shape is met, which holds up that pass. All graphs share one pool
+of memory and one buffer for their logits.
 
 B slots of a pass, T rows of each, S positions that they may see, C logit columns.
 """
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,10 @@ from workers.decoder import Decoder
 from workers.language_model import Feed
 from workers.slot_cache import Places, Run, SlotCache
 
+logger = logging.getLogger(__name__)
+
 MAX_ROWS = 16  # of a slot; longer feeds are prefills, whose arithmetic hides the launches
+MAX_PASS_ROWS = 256  # padding included: beyond, too, arithmetic hides them
 MIN_SEEN = 256
 
 Shape = tuple[int, int, int]  # B, T, S
@@ -32,21 +38,50 @@ class StaticPasses:
         """On a CUDA device passes are captured, elsewhere they just run."""
         self._decoder, self._cache = decoder, cache
         self._num_slots, self._max_length = num_slots, max_length
-        self._passes: dict[Shape, _StaticPass] = {}
+        self._passes: dict[Shape, _StaticPass | None] = {}  # None: its graph could not be captured
+        self._logits: Tensor | None = None  # made by the first pass, for all
+        self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
 
     def fits(self, feeds: Sequence[Feed]) -> bool:
-        """Whether all feeds are short enough."""
-        return all(len(feed.tokens) <= MAX_ROWS for feed in feeds)
+        """Whether all feeds are short, little of the pass is padding, and its graph could be captured."""
+        num_rows = sum(len(feed.tokens) for feed in feeds)
+        if max(len(feed.tokens) for feed in feeds) > MAX_ROWS:
+            return False
+        num_slots, rows_a_slot, _ = shape = self._shape(feeds)
+        if num_slots * rows_a_slot > min(MAX_PASS_ROWS, max(8 * num_rows, MAX_ROWS)):
+            return False
+        with self._on_device():
+            return self._pass(shape) is not None
 
-    def logits(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> Tensor:
-        """The logits `[wanted, C]` of some rows of the packed pass."""
+    def run(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The logits `[wanted, C]` of some rows of the packed pass, and whether all rows are finite, `[]`."""
         shape = self._shape(feeds)
-        if shape not in self._passes:
-            self._passes[shape] = _StaticPass(self._decoder, self._cache, shape, self._max_length)
         _, num_rows, _ = shape
         rows = [feed.slot * num_rows + i for feed in feeds for i in range(len(feed.tokens))]
-        output = self._passes[shape].run(feeds, rows)
-        return output[torch.tensor([rows[i] for i in wanted], dtype=torch.long, device=output.device)]
+        with self._on_device():
+            static = self._pass(shape)
+            assert static is not None, "`fits` was asked"
+            return static.run(feeds, rows, [rows[i] for i in wanted])
+
+    def _pass(self, shape: Shape) -> "_StaticPass | None":
+        if shape not in self._passes:
+            num_rows = min(MAX_PASS_ROWS, self._num_slots * MAX_ROWS)
+            if self._logits is None:
+                size = (num_rows, self._decoder.num_columns)
+                self._logits = torch.empty(size, dtype=self._decoder.dtype, device=self._decoder.device)
+            try:
+                self._passes[shape] = _StaticPass(
+                    self._decoder, self._cache, shape, self._max_length, self._logits, self._pool
+                )
+            except RuntimeError:  # out of memory, most likely
+                logger.exception("passes of shape %s cannot be captured; they run step by step", shape)
+                self._passes[shape] = None
+        return self._passes[shape]
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Streams and graphs belong to the device that is current."""
+        device = self._decoder.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _shape(self, feeds: Sequence[Feed]) -> Shape:
         return (
@@ -64,25 +99,40 @@ def _power(size: int, least: int, most: int) -> int:
 class _StaticPass:
     """One shape: inputs that stay in place, and what computes the logits from them."""
 
-    def __init__(self, decoder: Decoder, cache: SlotCache, shape: Shape, idle_position: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: SlotCache,
+        shape: Shape,
+        idle_position: int,
+        logits: Tensor,
+        pool: Any,
+    ) -> None:
+        """`logits` `[at least B * T, C]` takes the result, until the next pass of any shape."""
         num_slots, num_rows, num_seen = shape
         device = decoder.device
         slots = torch.arange(num_slots).repeat_interleave(num_rows)
         self._idle = torch.stack((slots, torch.full_like(slots, idle_position), torch.zeros_like(slots)))
-        self._host = self._idle.clone()
+        self._host, self._copied = self._idle.clone(), None
         if device.type == "cuda":
-            self._host = self._host.pin_memory()
+            self._host, self._copied = self._host.pin_memory(), torch.cuda.Event()
         self._table = self._idle.to(device)
+        self._logits, self._finite = logits[: len(slots)], torch.ones((), dtype=torch.bool, device=device)
         run = Run(slice(0, len(slots)), slice(0, num_slots), num_rows, start=0, end=num_seen, num_seen=0)
+        wanted = torch.arange(len(slots), device=device)
 
-        def compute() -> Tensor:
+        def compute() -> None:
             places = Places(self._table, [run], decoder.heads_per_kv_head, decoder.dtype)
-            return decoder.logits(places, torch.arange(len(slots), device=device), cache)
+            result, finite = decoder.logits(places, wanted, cache)
+            self._logits.copy_(result)
+            self._finite.copy_(finite)
 
-        self._compute = _captured(compute) if device.type == "cuda" else compute
+        self._compute = compute if device.type != "cuda" else _captured(compute, pool)
 
-    def run(self, feeds: Sequence[Feed], rows: Sequence[int]) -> Tensor:
-        """`rows` are those of the feeds' tokens, in order; `[B * T, C]`, valid until the next run."""
+    def run(self, feeds: Sequence[Feed], rows: Sequence[int], wanted: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`rows` are those of the feeds' tokens, in order, `wanted` those whose logits are."""
+        if self._copied is not None:
+            self._copied.synchronize()  # what was sent last may still be on its way
         self._host.copy_(self._idle)
         where = torch.tensor(rows, dtype=torch.long)
         self._host[1, where] = torch.tensor(
@@ -90,23 +140,21 @@ class _StaticPass:
         )
         self._host[2, where] = torch.tensor([token for feed in feeds for token in feed.tokens])
         self._table.copy_(self._host, non_blocking=True)
-        return self._compute()
+        if self._copied is not None:
+            self._copied.record()
+        self._compute()
+        return self._logits[list(wanted)], self._finite
 
 
-def _captured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What replays the kernels of `compute`, whose inputs and output stay where they are."""
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
+def _captured(compute: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """What replays the kernels of `compute`, whose inputs and outputs stay where they are."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(2):  # libraries allocate their workspaces at the first call
             compute()
-    torch.cuda.current_stream().wait_stream(warm_up)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = compute()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return output
-
-    return replay
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        compute()
+    return graph.replay
