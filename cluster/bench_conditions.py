@@ -54,7 +54,10 @@ def conditions(
     times = "" if num_repeats == 1 else f", {num_repeats} times each"
     return Conditions(
         pair=f"target {target}, draft {draft}",
-        numbers=f"float32 on CPU, {_threads(num_threads)} for every engine, batch 1",
+        numbers=(
+            f"float32 on CPU, {_threads(num_threads)} for every engine, batch 1; Outrider runs a draft of few"
+            " layers in int8, in 1 thread"
+        ),
         machine=f"{_processor()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB",
         load=f"load average {os.getloadavg()[0]:.2f} at the start",
         prompts=f"{len(questions)} first turns of {name} ({categories})",

@@ -105,7 +105,11 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
 
     def settings(name: str, info: CheckpointInfo) -> WorkerSettings:
         return WorkerSettings(
-            name=name, folder=info.folder, num_slots=1, max_length=length, num_threads=wish.num_threads
+            name=name,
+            folder=info.folder,
+            num_slots=1,
+            max_length=length,
+            num_threads=info.num_threads(wish.num_threads),
         )
 
     return BenchPlan(

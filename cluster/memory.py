@@ -84,7 +84,9 @@ def model_memory(
 ) -> ModelMemory:
     """What `count` workers take, each with `num_slots` sequences of up to `max_length` positions."""
     # llama.cpp computes with a GGUF file's weights as they are stored.
-    weights = info.num_parameters * BYTES_PER_NUMBER if info.gguf is None else info.weight_bytes
+    weights = info.weight_bytes
+    if info.gguf is None:
+        weights = (info.num_parameters + info.num_tied) * BYTES_PER_NUMBER
     numbers_per_position = (
         2 * info.num_layers * info.num_kv_heads * info.head_dim
     )  # a key and a value a layer

@@ -167,7 +167,7 @@ def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
         gguf=info.gguf,
         num_slots=1,
         max_length=min(info.context_length, length),
-        num_threads=max(1, usable_cores() - 1),
+        num_threads=info.num_threads(max(1, usable_cores() - 1)),
     )
 
 

@@ -123,7 +123,7 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
     # Drafters and targets work at the same time, on different sessions; torch's threads wait for each other,
     # so more of them than cores would slow all of them down.
     num_workers = wish.num_targets + (num_drafters if draft is not None else 0)
-    num_threads = wish.num_threads or max(1, usable_cores() // num_workers)
+    fair_share = max(1, usable_cores() // num_workers)
     max_length = min(target.context_length, wish.max_length or DEFAULT_MAX_LENGTH)
 
     def settings(name: str, info: CheckpointInfo, num_slots: int) -> WorkerSettings:
@@ -133,7 +133,7 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
             gguf=info.gguf,
             num_slots=num_slots,
             max_length=min(info.context_length, max_length),
-            num_threads=num_threads,
+            num_threads=wish.num_threads or info.num_threads(fair_share),
         )
 
     # Every session that a target holds finds a place at a drafter.

@@ -139,7 +139,7 @@ def sound(draw: random.Random, length: int) -> list[int]:
 
 
 def test_what_stands_before_a_broken_position_is_right_and_what_follows_is_nan(spoiling: Pair) -> None:
-    """Masked positions are multiplied by zero, and zero times NaN is NaN: a draft would spoil its own judge."""
+    """Masked positions are multiplied by zero, and zero times NaN is NaN: drafts would spoil their judge."""
     tokens = sound(random.Random(7), 12)
     spoiling.feed(0, 0, tokens[:9], 0)
     logits = spoiling.feed(0, 9, [*tokens[9:11], SPOILT, 5])

@@ -158,8 +158,12 @@ def test_a_shallow_draft_runs_in_eight_bits_and_a_target_never(tmp_path: Path, d
 def test_a_deep_draft_keeps_its_precision(tmp_path: Path) -> None:
     """What 8 bits cost adds up over the layers."""
     for num_layers, precision in ((4, "int8"), (5, "float32")):
-        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers}))
-        assert precision_of(tmp_path, "draft", "auto", "cpu") == precision
+        folder = save_tiny(tmp_path / str(num_layers), num_hidden_layers=num_layers)
+        assert precision_of(folder, "draft", "auto", "cpu") == precision
+
+
+def test_a_draft_that_the_decoder_does_not_run_keeps_its_precision(tmp_path: Path) -> None:
+    assert precision_of(save_tiny(tmp_path, "gemma3"), "draft", "auto", "cpu") == "float32"
 
 
 def test_a_kind_of_model_that_has_no_eight_bits_says_so(tmp_path: Path) -> None:

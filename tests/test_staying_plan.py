@@ -31,7 +31,8 @@ GB = 10**9
 @pytest.fixture(scope="module")
 def wish(tmp_path_factory: pytest.TempPathFactory) -> StayingWish:
     folder = tmp_path_factory.mktemp("models")
-    target, draft = (str(save_tiny(folder / name)) for name in ("target", "draft"))
+    target = str(save_tiny(folder / "target", num_hidden_layers=5))
+    draft = str(save_tiny(folder / "draft", num_hidden_layers=2))
     return replace(WISH, target=target, draft=draft)
 
 
@@ -67,6 +68,16 @@ def test_workers_share_the_cores(
     undrafted = replace(wish, draft="none", num_targets=num_workers)
     assert _plan(undrafted).target.num_threads == num_threads
     assert _plan(replace(undrafted, num_threads=5)).target.num_threads == 5
+
+
+def test_a_shallow_draft_takes_one_thread_unless_told_otherwise(
+    wish: StayingWish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staying_plan, "usable_cores", lambda: 8)
+    for num_threads, expected in ((None, 1), (3, 3)):
+        draft = _plan(replace(wish, num_threads=num_threads)).draft
+        assert draft is not None
+        assert draft.num_threads == expected
 
 
 def test_without_a_draft_there_are_no_drafters_and_no_draft_tokens(wish: StayingWish) -> None:

@@ -67,11 +67,16 @@ class CheckpointInfo:
     output_ids: tuple[int, ...] | None  # ascending ids of a reduced output vocabulary; None: all V
     gguf: Path | None = None  # the file that holds the weights, where they are not safetensors in the folder
     dtype: str = "float32"  # what they are computed in, or for GGUF stored as
+    num_tied: int = 0  # parameters that are embedding and head at once, of which an engine holds two forms
 
     @property
     def is_shallow(self) -> bool:
         """Whether the model has so few layers that 8 bits cost little and a second thread brings little."""
         return self.num_layers <= SHALLOW_LAYERS
+
+    def num_threads(self, most: int) -> int:
+        """How many threads, at most `most`, its passes are worth: they wait for each other at every step."""
+        return 1 if self.is_shallow else most
 
 
 def cache_folder() -> Path:
@@ -220,6 +225,7 @@ def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
         end_token_ids=_end_token_ids(folder, text_config),
         tokenizer_fingerprint=tokenizer_fingerprint,
         output_ids=_output_ids(folder, vocab_size),
+        num_tied=vocab_size * hidden_size if text_config.get("tie_word_embeddings") else 0,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from workers.checkpoints import GGUF_SUFFIX, SHALLOW_LAYERS, ModelRefused, Role, read_json
-from workers.decoder_config import NotADecoder
+from workers.decoder_config import DecoderConfig, NotADecoder
 from workers.decoder_model import DecoderModel
 from workers.fingerprint import tokens_by_id
 from workers.language_model import LanguageModel
@@ -48,6 +48,11 @@ def load_model(
     by `precision_of`. A GGUF file has its own, runs on CPUs, and takes the `tokenizer.json` beside it.
     """
     if source.suffix == GGUF_SUFFIX and source.is_file():
+        if (precision, device) != ("auto", "cpu"):
+            words = f"precision {precision} on device {device}"
+            raise ModelRefused(
+                f"file {source} has its own precision and runs on CPUs; it does not take {words}"
+            )
         from workers.llama_cpp_model import LlamaCppModel
 
         return LlamaCppModel(
@@ -108,9 +113,16 @@ def precision_of(folder: Path, role: Role, precision: Precision, device: str) ->
         return precision
     if device != "cpu":
         return "bfloat16"
-    num_layers = read_json(folder / "config.json").get("num_hidden_layers")
-    shallow = isinstance(num_layers, int) and num_layers <= SHALLOW_LAYERS
-    return "int8" if role == "draft" and shallow else "float32"
+    return "int8" if role == "draft" and _is_shallow_decoder(folder) else "float32"
+
+
+def _is_shallow_decoder(folder: Path) -> bool:
+    """Whether 8 bits are to be had, in this build of torch too, and cost little."""
+    try:
+        shape = DecoderConfig.read(read_json(folder / "config.json"))
+    except NotADecoder:
+        return False
+    return shape.num_layers <= SHALLOW_LAYERS and torch.backends.quantized.engine not in ("none", None)
 
 
 def num_tokens(folder: Path) -> int | None:
@@ -118,4 +130,4 @@ def num_tokens(folder: Path) -> int | None:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
-    return max(tokens_by_id(read_json(file))) + 1
+    return max(tokens_by_id(read_json(file)), default=-1) + 1 or None
