@@ -48,7 +48,8 @@ from workers.checkpoints import ModelRefused
 
 STANDARD_OUTPUT = Path("-")
 
-_TYPICAL_TOKENS_PER_SECOND = 10
+_TYPICAL_TOKENS_PER_SECOND = 13
+_SETTLE_SECONDS = 8.0  # a new deployment is silent for 3, and then measures its passes for 2
 _FAILURES = (
     ModelRefused,
     DeploymentFailed,
@@ -117,6 +118,8 @@ class _Run:
             with BaselineProcess(plan.baseline, startup_seconds) as baseline:
                 self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
                 with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
+                    steps.say("Waiting for the workers to measure themselves")
+                    time.sleep(_SETTLE_SECONDS)
                     self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
                     self._run_blocks()
                 if 0 in wish.temperatures:
