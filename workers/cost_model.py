@@ -39,6 +39,9 @@ class CostModel:
 
     def __init__(self) -> None:
         """Nothing is known until the first pass."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._values = np.zeros(len(ROWS) + 2)  # the table, seconds_per_position, seconds_per_sequence
         self._covariance = np.zeros((len(self._values), len(self._values)))
         self._seen: frozenset[int] = frozenset()  # entries that some pass told, mostly
@@ -71,14 +74,19 @@ class CostModel:
         covariance[_DIAGONAL] += (_OWN_DRIFT * values * weights)[: len(ROWS)] ** 2
         expected = float(weights @ values)
         gains = covariance @ weights
-        usual = max(min(abs(expected), seconds), abs(expected) / 10)
+        usual = max(abs(expected), seconds / 10)
         variance = float(weights @ gains) + (_NOISE * usual) ** 2
+        if not variance > 0:  # times of all orders of magnitude have cost all precision
+            self._forget()
+            return
         surprise, limit = seconds - expected, _CLIP * variance**0.5
         told = gains / max(variance, (surprise / _CLIP) ** 2)  # a fluke makes nothing surer
         covariance -= gains[:, None] * told
         values = values + min(max(surprise, -limit), limit) / variance * gains
         for term in (-2, -1):
-            if values[term] < 0:  # it cannot be: to the likeliest values where it is 0
+            if (
+                values[term] < 0 < covariance[term, term]
+            ):  # it cannot be: to the likeliest values where it is 0
                 values = values - covariance[:, term] * (values[term] / covariance[term, term])
         self._values = values  # a new array: another thread may read the old one
         self._seen |= {int(weights[: len(ROWS)].argmax())}
