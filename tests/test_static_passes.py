@@ -2,13 +2,14 @@
 
 import copy
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.engines import SIZES, some
+from tests.engines import MAX_LENGTH, NUM_SLOTS, some
 from tests.tiny_models import FAMILIES, tiny_llama
 from workers.decoder_model import DecoderModel
 from workers.language_model import Feed, Logits
@@ -17,7 +18,7 @@ from workers.static_passes import MAX_ROWS, StaticPasses
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def tensors_of(family: str) -> tuple[dict[str, object], dict[str, Tensor]]:
+def weights_of(family: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     model = FAMILIES[family]()
     return model.config.to_dict(), dict(copy.deepcopy(model).state_dict())
 
@@ -26,15 +27,19 @@ class Static(DecoderModel):
     """Runs passes of fixed shape wherever it is."""
 
     def __init__(self, family: str) -> None:
-        config, tensors = tensors_of(family)
-        super().__init__(config, tensors, **SIZES)
+        config, tensors = weights_of(family)
+        super().__init__(config, tensors, num_slots=NUM_SLOTS, max_length=MAX_LENGTH)
         self._static = StaticPasses(self._decoder, self._cache, self.num_slots, self.max_length)
+
+
+def ragged_model(family: str) -> DecoderModel:
+    return DecoderModel(*weights_of(family), num_slots=NUM_SLOTS, max_length=MAX_LENGTH)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_passes_of_fixed_shape_say_what_others_say(family: str) -> None:
     draw = random.Random(7)
-    static, ragged = Static(family), DecoderModel(*tensors_of(family), **SIZES)
+    static, ragged = Static(family), ragged_model(family)
     texts = [some(draw, 48) for _ in range(4)]
     held = [0] * 4
     for _ in range(40):
@@ -52,7 +57,7 @@ def test_passes_of_fixed_shape_say_what_others_say(family: str) -> None:
 
 def test_a_slot_is_fed_to_its_last_position() -> None:
     """The rows that pad a pass must stand neither in the slot's last positions nor beyond the tables."""
-    static, ragged = Static("llama"), DecoderModel(*tensors_of("llama"), **SIZES)
+    static, ragged = Static("llama"), ragged_model("llama")
     tokens = some(random.Random(7), 48)
     for model in (static, ragged):
         model.forward([Feed(3, 0, tokens[:45], 0), Feed(0, 0, tokens[:3], 0)])
@@ -72,8 +77,13 @@ def test_a_gpu_says_what_the_cpu_says(dtype: torch.dtype) -> None:
     model = tiny_llama()
     config = model.config.to_dict()
     plain = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    on_gpu = DecoderModel(config, {name: x.cuda() for name, x in plain.items()}, **SIZES)
-    on_cpu = DecoderModel(config, {name: x.float() for name, x in plain.items()}, **SIZES)
+    on_gpu, on_cpu = (
+        DecoderModel(config, weights, num_slots=NUM_SLOTS, max_length=MAX_LENGTH)
+        for weights in (
+            {name: tensor.cuda() for name, tensor in plain.items()},
+            {name: tensor.float() for name, tensor in plain.items()},
+        )
+    )
     tolerance = 5e-4 if dtype == torch.float32 else 0.5
     tokens = [some(draw, 48) for _ in range(4)]
     for start, length in ((0, 20), (20, 1), (21, 4), (25, 1), (23, 4), (27, 1), (20, 18)):  # and rolled back

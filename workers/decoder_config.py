@@ -196,7 +196,7 @@ def _inverse_frequencies(rope: Json, head_dim: int) -> tuple[float, ...]:
 
 
 def _stretched(frequency: float, rope: Json) -> float:
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the original context
+    low, high, factor = (float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+    turns = float(rope["original_max_position_embeddings"]) * frequency / (2 * math.pi)  # over that context
     share = min(max((turns - low) / (high - low), 0.0), 1.0)
-    return (1 - share) * frequency / rope["factor"] + share * frequency
+    return (1 - share) * frequency / factor + share * frequency

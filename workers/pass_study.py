@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -24,9 +23,9 @@ from workers.checkpoints import resolve
 from workers.counts import CountRow, quantise
 from workers.decoder import Decoder
 from workers.decoder_model import DecoderModel
-from workers.distributions import RowsOnDemand
+from workers.distributions import Distribution, RowsOnDemand
 from workers.engine import load_model, precision_of
-from workers.language_model import Feed
+from workers.language_model import Feed, Logits
 from workers.sampling import SamplingSettings, distribution
 from workers.slot_cache import Places
 from workers.verification import Rule, Uniforms, verify
@@ -112,20 +111,24 @@ def products(decoder: Decoder, num_rows: int) -> Part:
     return multiply
 
 
-def verdicts(logits: Sequence[np.ndarray]) -> Part:
+def verdicts(logits: Sequence[Logits]) -> Part:
     """A verdict on each session's rows at temperature 1; the drafts come from rows of 64 ids."""
     settings = SamplingSettings()
     proposals = [_proposal(rows, settings) for rows in logits]
 
     def judge() -> None:
         for rows, (q, tokens) in zip(logits, proposals, strict=True):
-            p = RowsOnDemand(lambda i, rows=rows: distribution(rows[i], settings))
-            verify(p, q, tokens, Uniforms([0.3] * len(q), [0.6] * len(q), 0.6), Rule.TOKEN)
+
+            def make_row(i: int, rows: Logits = rows) -> Distribution:
+                return distribution(rows[i], settings)
+
+            uniforms = Uniforms([0.3] * len(q), [0.6] * len(q), 0.6)
+            verify(RowsOnDemand(make_row), q, tokens, uniforms, Rule.TOKEN)
 
     return judge
 
 
-def _proposal(rows: np.ndarray, settings: SamplingSettings) -> tuple[list[CountRow], list[int]]:
+def _proposal(rows: Logits, settings: SamplingSettings) -> tuple[list[CountRow], list[int]]:
     q = [quantise(distribution(row, settings).probabilities, 64) for row in rows[:-1]]
     return q, [row.draw(0.4) for row in q]
 
@@ -144,18 +147,19 @@ def medians(parts: dict[str, Part]) -> dict[str, float]:
 class Machine:
     """What memory and arithmetic allow."""
 
-    def __init__(self, weight_bytes: int) -> None:
-        """Measure a read of as many bytes as the weights have, and a product of many rows."""
+    def __init__(self, num_weights: int, bytes_a_weight: int) -> None:
+        """Measure a read of as many bytes as the weights have, and a float32 product of many rows."""
+        weight_bytes = num_weights * bytes_a_weight
         block, a, b = torch.ones(weight_bytes // 4), torch.randn(512, 2048), torch.randn(2048, 2048)
         times = medians({"read": block.sum, "product": lambda: a @ b})
         self.bytes_a_ms = weight_bytes / times["read"]
         self.multiplications_a_ms = a.shape[0] * b.numel() / times["product"]
-        self._weight_bytes = weight_bytes
+        self._weight_bytes, self._num_weights = weight_bytes, num_weights
 
     def floor(self, num_rows: int) -> float:
         """Milliseconds that no pass of so many rows can beat."""
-        read, multiply = self._weight_bytes / self.bytes_a_ms, num_rows * self._weight_bytes / 4
-        return max(read, multiply / self.multiplications_a_ms)
+        read = self._weight_bytes / self.bytes_a_ms
+        return max(read, num_rows * self._num_weights / self.multiplications_a_ms)
 
 
 def main() -> None:
@@ -173,7 +177,8 @@ def main() -> None:
     )
     if not isinstance(model, DecoderModel):
         raise SystemExit(f"{options.model} is not run by the decoder")
-    machine = Machine(4 * model._decoder.num_weights)
+    precision = precision_of(folder, role, "auto", "cpu")
+    machine = Machine(model._decoder.num_weights, 1 if precision == "int8" else 4)
     study = Study(model)
     table = Table(box=box.MARKDOWN)
     for column in ("rows", "context", "floor", *PARTS):
@@ -183,7 +188,6 @@ def main() -> None:
             times = study.measure(num_rows, context)
             cells = (machine.floor(num_rows), *(times[part] for part in PARTS))
             table.add_row(str(num_rows), str(context), *(f"{ms:.1f}" for ms in cells))
-    precision = precision_of(folder, role, "auto", "cpu")
     print(f"{folder.name}, {precision}, {options.threads} threads, milliseconds; this machine reads")
     print(
         f"{machine.bytes_a_ms / 1e6:.1f} GB/s and does {2 * machine.multiplications_a_ms / 1e6:.0f} GFLOP/s"
