@@ -65,7 +65,7 @@ def test_shards_are_one_model(tmp_path: Path, draw: random.Random) -> None:
     shards = load_model(tmp_path, num_slots=1, max_length=32)
     assert type(shards) is DecoderModel
     feed = Feed(0, 0, some(draw, 10), 10)
-    np.testing.assert_array_equal(shards.forward([feed])[0], whole.forward([feed])[0])
+    same(shards.forward([feed])[0], whole.forward([feed])[0])
 
 
 def test_what_the_decoder_is_not_sure_of_is_run_as_transformers_runs_it(
