@@ -242,8 +242,8 @@ TRAPS = [
     Trap(
         "padding of the vocabulary is scored",
         "workers/engine.py",
-        "vocab_size=num_tokens(folder)",
-        "vocab_size=None",
+        "chosen = num_tokens(source), precision_of",
+        "chosen = None, precision_of",
         "test_engine",
     ),
     Trap(
