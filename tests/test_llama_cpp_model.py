@@ -83,14 +83,18 @@ async def test_sequences_follow_the_law_of_the_plain_model(rule: str, tmp_path: 
 def test_p_of_a_quantised_file_is_the_same_to_the_bit_in_any_pass(
     name: str, tmp_path: Path, draw: random.Random
 ) -> None:
-    """Sums in another order would change a rounding here and there, and what follows by percents."""
-    model = tiny_llama(hidden_size=64, intermediate_size=96)
-    engine = load(save_gguf(model, tmp_path / "model.gguf", GGMLQuantizationType[name]))
-    tokens, others = some(draw, 40), some(draw, 40)
-    (expected,) = engine.forward([Feed(0, 0, tokens, 40)])
-    for size, beside in itertools.product((1, 2, 3, 7, 20), (0, 1, 3)):
+    """Sums in another order would change a rounding here and there, and what follows by percents.
+
+    The heads are wide enough for another order, the layers and rows many enough for a changed rounding.
+    """
+    length = 120
+    model = tiny_llama(hidden_size=64, intermediate_size=96, head_dim=64, num_hidden_layers=8)
+    engine = load(save_gguf(model, tmp_path / "model.gguf", GGMLQuantizationType[name]), max_length=length)
+    tokens, others = some(draw, length), some(draw, length)
+    (expected,) = engine.forward([Feed(0, 0, tokens, length)])
+    for size, beside in itertools.product((1, 2, 3, 7, 50), (0, 1, 3)):
         pieces = []
-        for start in range(0, 40, size):
+        for start in range(0, length, size):
             feeds = [Feed(2, start, tokens[start : start + size], len(tokens[start : start + size]))]
             if beside and start:
                 feeds += [Feed(slot, 0, others[: beside + slot], 1) for slot in (1, 3)]
@@ -148,6 +152,16 @@ def test_a_window_stays_right_after_a_rollback_across_its_edge(draw: random.Rand
         pair.engine.truncate(0, kept)
         expected = pair.expected(tokens[:kept] + again, len(again))
         np.testing.assert_allclose(pair.feed(0, kept, again), expected, rtol=0, atol=1e-2)
+
+
+def test_a_window_can_be_cut_back_to_long_ago(draw: random.Random) -> None:
+    """llama.cpp's default is to forget what is far behind the window."""
+    model = tiny_gemma3(query_pre_attn_scalar=8, max_position_embeddings=1600)
+    pair = llama_cpp_pair(model, num_slots=1, max_length=1600)
+    tokens, again = some(draw, 1500), some(draw, 3)
+    pair.feed(0, 0, tokens, 0)
+    expected = pair.expected(tokens[:300] + again, len(again))
+    np.testing.assert_allclose(pair.feed(0, 300, again), expected, rtol=0, atol=1e-2)
 
 
 def test_a_pass_longer_than_llama_cpp_takes_at_once_is_one_pass(draw: random.Random) -> None:
