@@ -119,11 +119,14 @@ class _Worker(_Actor):
         with _uncollected():
             from workers.checkpoints import check
             from workers.engine import load_model, precision_of
+            from workers.passes import model_thread
             from workers.server import ModelIdentity, WorkerConfig, WorkerServer
 
         source = settings.gguf or settings.folder
         info = check(source, role=self._role)
-        model = load_model(
+        thread = model_thread()
+        model = thread.submit(
+            load_model,
             source,
             role=self._role,
             num_slots=settings.num_slots,
@@ -131,13 +134,13 @@ class _Worker(_Actor):
             num_threads=settings.num_threads,
             precision=settings.precision,
             device=settings.device,
-        )
+        ).result()
         dtype = info.dtype
         if settings.gguf is None:
             dtype = precision_of(source, self._role, settings.precision, settings.device)
         identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, dtype)
         config = WorkerConfig(control_token=None if control_token is None else SecretStr(control_token))
-        return self._life.serve(lambda: WorkerServer(self._role, model, identity, config))
+        return self._life.serve(lambda: WorkerServer(self._role, model, identity, config, thread))
 
 
 class DrafterActor(_Worker):

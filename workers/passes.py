@@ -28,6 +28,15 @@ logger = logging.getLogger(__name__)
 NEXT_ROUND_SECONDS = 1.0  # a session that was answered is expected back for this long
 
 
+def model_thread() -> ThreadPoolExecutor:
+    """One thread, for all that a process does with torch, loading included.
+
+    Each thread that computes has helpers of its own, which spin while they wait for it; where all helpers
+    together are more than the cores, OpenMP puts them to sleep instead, and waking them doubles a pass.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="model")
+
+
 class PassLoop:
     """Runs passes over all jobs at hand, decoding first, prefills in chunks beside it.
 
@@ -43,8 +52,9 @@ class PassLoop:
         max_pass_tokens: int,
         max_step_seconds: float = math.inf,
         calibration_seconds: float = 0.0,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        """`open_job` makes a task's job enter its slot.
+        """`open_job` makes a task's job enter its slot; `thread` is the one that loaded the model.
 
         `max_pass_tokens` bounds a pass with prefills, `max_step_seconds` how long a round takes beside them,
         `calibration_seconds` the passes that measure while nothing is asked.
@@ -64,7 +74,7 @@ class PassLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._thread = thread or model_thread()
 
     @property
     def cost(self) -> PassCost | None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,9 +82,17 @@ class WorkerServer:
     """Serves one model in one role, from `start` to `stop`, within one event loop."""
 
     def __init__(
-        self, role: Role, model: LanguageModel, identity: ModelIdentity, config: WorkerConfig
+        self,
+        role: Role,
+        model: LanguageModel,
+        identity: ModelIdentity,
+        config: WorkerConfig,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
-        """A new life: the epoch is drawn here. A target must score the whole vocabulary."""
+        """A new life: the epoch is drawn here. A target must score the whole vocabulary.
+
+        `thread` is the one that loaded the model: see `workers.passes.model_thread`.
+        """
         if role == "target" and model.output_ids is not None:
             raise ValueError(f"{identity.name} scores {model.output_ids.size} ids only; a target scores all")
         self.epoch = secrets.randbits(64)
@@ -110,6 +119,7 @@ class WorkerServer:
             max_pass_tokens=config.max_pass_tokens,
             max_step_seconds=config.max_step_seconds,
             calibration_seconds=config.calibration_seconds,
+            thread=thread,
         )
         self.info = WorkerInfo(
             protocol_version=PROTOCOL_VERSION,
