@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--role", choices=["target", "draft"], default="target")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
-    console, role = Console(), options.role
+    console, role = Console(width=100), options.role  # wide enough for the table, piped or not
     folder = resolve(options.model, role=role, progress=Console(stderr=True).print)
     length = max(CONTEXTS) + ROWS_OF_MANY * 2
     model = load_model(
