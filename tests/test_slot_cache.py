@@ -1,7 +1,10 @@
 """Which slots share a call of attention: neighbours that are fed alike, unless much of it would be idle."""
 
+import psutil
+import torch
+
 from workers.language_model import Feed
-from workers.slot_cache import in_call_order, runs_of
+from workers.slot_cache import SlotCache, in_call_order, runs_of
 
 
 def feed(slot: int, start: int, num_rows: int = 1) -> Feed:
@@ -41,3 +44,11 @@ def test_a_long_session_does_not_make_its_neighbours_long() -> None:
 def test_the_rows_of_the_calls_are_those_of_the_pass_in_order() -> None:
     feeds = [feed(0, 9, 2), feed(1, 9, 2), feed(5, 9, 3)]
     assert [(run.rows.start, run.rows.stop) for run in runs_of(feeds)] == [(0, 4), (4, 7)]
+
+
+def test_slots_that_nobody_fills_take_no_memory() -> None:
+    """A worker is given as many slots as might be needed; a gigabyte here."""
+    before = psutil.Process().memory_info().rss
+    cache = SlotCache(4, 64, 4, 2047, 64, dtype=torch.float32, device=torch.device("cpu"))
+    assert psutil.Process().memory_info().rss - before < 100e6
+    assert not cache._layers[3][63, 7, 2047].any()

@@ -7,9 +7,11 @@ a view of their blocks.
 N rows of a pass, T rows of a feed, H heads, G KV heads, R = H/G, D head dimension.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -98,7 +100,7 @@ class SlotCache:
     ) -> None:
         """Zeros, since masked positions are multiplied by zero and must be finite."""
         shape = (num_slots, 2 * num_kv_heads, max_length + 1, head_dim)  # and one that no row sees
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
 
@@ -130,6 +132,14 @@ class SlotCache:
         folded = rows.reshape(run.num_slots, num_heads, -1, self._head_dim)
         output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(rows.shape)
         return output.permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory on a CPU before they are written: torch would write them at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    block = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(block).view(dtype).view(shape)
 
 
 class Places:
