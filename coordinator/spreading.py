@@ -58,7 +58,8 @@ class Spread(Generic[W]):
         while any(worker.is_ready for worker in self.workers) and not self._has_free_slot():
             self._has_left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_left.wait(), LOOKING_SECONDS)
+                async with asyncio.timeout(LOOKING_SECONDS):
+                    await self._has_left.wait()
         with self.place() as worker:
             yield worker
 

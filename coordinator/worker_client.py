@@ -110,7 +110,8 @@ class WorkerClient:
         if self._info is not None and self._released:
             self._flushed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._flushed.wait(), FLUSH_SECONDS)
+                async with asyncio.timeout(FLUSH_SECONDS):
+                    await self._flushed.wait()
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._channel.close()

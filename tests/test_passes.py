@@ -4,6 +4,7 @@ The model is a table that takes as long as its law says; what is compared are si
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,9 +12,14 @@ import pytest
 
 from protos.pass_cost import PassCost
 from protos.worker_pb2 import WorkerStatus
+from tests.laws import random_table
 from tests.test_jobs import PROMPT, V, judged, verdict_of
 from tests.test_worker_server import Gate, Worker, plain, serving, until
+from workers.jobs import VerifyJob
 from workers.pass_plan import MIN_PREFILL_TOKENS
+from workers.passes import PassLoop
+from workers.slots import SlotTable
+from workers.table_model import TableModel
 
 
 class Clockwork(Gate):
@@ -132,3 +138,19 @@ async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
         other = worker.connect()
         await other.ask(plain(PROMPT, "t"))
         assert len(other.costs) == 1
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_loop_that_is_cancelled_as_something_arrives_ends(num_turns: int) -> None:
+    model = TableModel(random_table(V, 1), V)
+    slots = SlotTable(model, epoch=1, lease_seconds=60.0, clock=time.monotonic)
+    passes = PassLoop(model, slots, lambda work: VerifyJob(work.task, slots, model), max_pass_tokens=8)
+    running = asyncio.create_task(passes.run())
+    await until(lambda: not passes._wake.is_set())
+    await asyncio.sleep(0.01)
+    passes.release("nobody")
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    _, unended = await asyncio.wait([running], timeout=5)
+    assert not unended

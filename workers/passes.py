@@ -141,7 +141,10 @@ class PassLoop:
                 await loop.run_in_executor(self._thread, self._calibration.run_trial, free)
                 continue
             try:
-                await asyncio.wait_for(self._wake.wait(), timeout=1.0)
+                async with asyncio.timeout(
+                    1.0
+                ):  # wait_for would lose a cancellation that comes with the event
+                    await self._wake.wait()
             except TimeoutError:
                 return
 

@@ -168,7 +168,8 @@ class WorkerServer:
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._passes.close()
         with contextlib.suppress(TimeoutError):  # what is left is answered by the closing stream
-            await asyncio.wait_for(self._passes.drained(), grace_seconds)
+            async with asyncio.timeout(grace_seconds):
+                await self._passes.drained()
         await self._server.stop(grace=0.1)
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
