@@ -13,13 +13,14 @@ import pytest
 from protos.pass_cost import PassCost
 from protos.worker_pb2 import WorkerStatus
 from tests.laws import random_table
-from tests.test_jobs import PROMPT, V, judged, verdict_of
-from tests.test_worker_server import Gate, Worker, plain, serving, until
-from workers.jobs import VerifyJob
+from tests.test_jobs import PROMPT, V, draft_task, judged, proposed, verdict_of
+from tests.test_worker_server import Gate, Worker, at, plain, serving, until
+from workers.jobs import Job
 from workers.pass_plan import MIN_PREFILL_TOKENS
 from workers.passes import PassLoop
 from workers.slots import SlotTable
 from workers.table_model import TableModel
+from workers.work import Work
 
 
 class Clockwork(Gate):
@@ -128,6 +129,28 @@ async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_larg
         assert max(map(sum, gate.passes)) > MIN_PREFILL_TOKENS
 
 
+async def test_the_passes_of_a_draft_share_its_step() -> None:
+    gate = Clockwork()
+    step, num_draft_tokens = 0.2, 4  # 98 tokens a pass
+    async with serving(role="draft", gate=gate, max_step_seconds=step, max_length=4096) as worker:
+        stream = worker.connect()
+        prompt = np.random.default_rng(1).integers(0, V, size=1500).tolist()
+        await stream.ask(draft_task(at(prompt, "first"), num_draft_tokens))
+        await stream.ask(draft_task(at(PROMPT, "quick"), num_draft_tokens))
+        (long,) = await stream.send(draft_task(at(prompt, "long"), num_draft_tokens))
+        for round in range(2, 4):
+            del gate.passes[:]
+            (reply,) = await stream.ask(
+                draft_task(at([*PROMPT, *range(round)], "quick", round), num_draft_tokens)
+            )
+            assert len(proposed(reply)[0]) == num_draft_tokens
+            together = [lengths for lengths in gate.passes if len(lengths) == 2]
+            assert len(together) == num_draft_tokens
+            assert all(max(lengths) >= MIN_PREFILL_TOKENS for lengths in together)
+            assert sum(map(gate.seconds_of, together)) <= 1.25 * step
+        assert len(proposed(await stream.reply(long))[0]) == num_draft_tokens
+
+
 async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
     async with serving() as worker:
         stream = worker.connect()
@@ -144,7 +167,11 @@ async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
 async def test_a_loop_that_is_cancelled_as_something_arrives_ends(num_turns: int) -> None:
     model = TableModel(random_table(V, 1), V)
     slots = SlotTable(model, epoch=1, lease_seconds=60.0, clock=time.monotonic)
-    passes = PassLoop(model, slots, lambda work: VerifyJob(work.task, slots, model), max_pass_tokens=8)
+
+    def no_job(_: Work) -> Job:
+        raise AssertionError("nothing is asked")
+
+    passes = PassLoop(model, slots, no_job, max_pass_tokens=8)
     running = asyncio.create_task(passes.run())
     await until(lambda: not passes._wake.is_set())
     await asyncio.sleep(0.01)

@@ -108,14 +108,15 @@ class Decoder:
     def _layers_of(self, places: Places, cache: SlotCache, broken: Tensor | None) -> Tensor:
         x = embedding(places.tokens, self._embedding)
         cos, sin = self._cos[places.positions], self._sin[places.positions]  # [N, 1, D]
+        slots = cache.open(places)
+        sizes = (self.config.num_heads, 2 * self.config.num_kv_heads)
         for index, layer in enumerate(self._layers):
-            heads = self._heads(layer, x, cos, sin)
-            keys_values = heads[:, self.config.num_heads :]
+            queries, keys_values = self._heads(layer, x, cos, sin).split_with_sizes(sizes, dim=1)
             if broken is not None:
                 broken |= ~keys_values.isfinite().flatten(1).all(dim=1)
                 keys_values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            cache.write(index, keys_values, places)
-            x = x + layer.output(cache.attend(index, heads[:, : self.config.num_heads], places, layer.window))
+            slots.write(index, keys_values)
+            x = x + layer.output(slots.attend(index, queries, layer.window))
             x += layer.down(_gated(layer.gate_up(layer.mlp_norm(x))))
         return x
 

@@ -51,8 +51,7 @@ class Study:
     def __init__(self, model: DecoderModel) -> None:
         """Fill every slot with any keys and values: what a pass takes does not depend on them."""
         self.model, self.decoder, self.cache = model, model._decoder, model._cache
-        for layer in self.cache._layers:
-            layer.normal_()
+        self.cache.block.normal_()
 
     def measure(self, num_rows: int, context: int) -> dict[str, float]:
         """Milliseconds of each part of a pass, those of sampling being extra."""
@@ -77,8 +76,9 @@ class Study:
         queries = torch.randn(num_rows, config.num_heads, config.head_dim)
 
         def attend() -> None:
+            slots = self.cache.open(places)
             for layer, window in enumerate(config.windows):
-                self.cache.attend(layer, queries, places, window)
+                slots.attend(layer, queries, window)
 
         return attend
 
@@ -87,8 +87,9 @@ class Study:
         keys_values = torch.randn(num_rows, 2 * config.num_kv_heads, config.head_dim)
 
         def write() -> None:
+            slots = self.cache.open(places)
             for layer in range(config.num_layers):
-                self.cache.write(layer, keys_values, places)
+                slots.write(layer, keys_values)
 
         return write
 

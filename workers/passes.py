@@ -222,16 +222,19 @@ class PassLoop:
         """In time where sessions decode, or will in a moment; else in rows that are read at the best rate.
 
         A round that comes in the middle of a pass waits for its end, so passes before it get half of a step,
-        and its own gets what is left.
+        and its own share what is left.
         """
         cost = self._cost_model.cost
         if cost is None or not (decoding or self._slots.answered_within(NEXT_ROUND_SECONDS)):
             return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
-        seconds = self._max_step_seconds / 2
-        if decoding:
-            now = time.monotonic_ns()
-            waited = [now - work.arrived_ns for work in decoding if not work.started_ns]
-            seconds = self._max_step_seconds - max(waited, default=0) / 1e9
+        now = time.monotonic_ns()
+        seconds = min(
+            (
+                (self._max_step_seconds - (now - work.arrived_ns) / 1e9) / _job(work).num_passes_left
+                for work in decoding
+            ),
+            default=self._max_step_seconds / 2,
+        )
         return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
     def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:

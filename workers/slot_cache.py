@@ -85,7 +85,7 @@ def _joined(before: Run, run: Run) -> Run | None:
 
 
 class SlotCache:
-    """[num_slots, 2G, max_length + 1, D] a layer: keys, then values. Untouched pages cost nothing."""
+    """[layers, num_slots, 2G, max_length + 1, D]: keys, then values. Untouched pages cost nothing."""
 
     def __init__(
         self,
@@ -99,39 +99,72 @@ class SlotCache:
         device: torch.device,
     ) -> None:
         """Zeros, since masked positions are multiplied by zero and must be finite."""
-        shape = (num_slots, 2 * num_kv_heads, max_length + 1, head_dim)  # and one that no row sees
-        self._layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
+        shape = (num_layers, num_slots, 2 * num_kv_heads, max_length + 1, head_dim)  # one that no row sees
+        self.block = _zeros(shape, dtype, device)
+        self.layers = self.block.unbind()
+        self.num_kv_heads = num_kv_heads
 
-    def write(self, layer: int, keys_values: Tensor, places: "Places") -> None:
-        """Put keys and values `[N, 2G, D]` of one layer where the rows of the pass belong."""
-        cache = self._layers[layer]
-        if places.only is not None:  # one slot: a copy of a block, several times faster than scattering
+    def open(self, places: "Places") -> "PassCache":
+        """The slots as one pass reads and writes them."""
+        return PassCache(self, places)
+
+
+class PassCache:
+    """What one pass reads and writes. Views are made for all layers at once: each costs as much as a norm."""
+
+    def __init__(self, cache: SlotCache, places: "Places") -> None:
+        self._block, self._layers, self._num_kv_heads = cache.block, cache.layers, cache.num_kv_heads
+        self._places = places
+        self._written: Sequence[Tensor] | None = None  # by layer, where a pass that feeds one slot writes
+        if places.only is not None:  # a copy of a block, several times faster than scattering
             slot, positions = places.only
-            cache[slot, :, positions] = keys_values.transpose(0, 1)
+            self._written = self._block[:, slot, :, positions].unbind()
+        self._calls: dict[int | None, list[_Call]] = {}  # by window
+
+    def write(self, layer: int, keys_values: Tensor) -> None:
+        """Put keys and values `[N, 2G, D]` of one layer where the rows of the pass belong."""
+        if self._written is not None:
+            self._written[layer].copy_(keys_values.transpose(0, 1))
         else:
-            cache[places.slots, :, places.positions] = keys_values
+            self._layers[layer][self._places.slots, :, self._places.positions] = keys_values
 
-    def attend(self, layer: int, queries: Tensor, places: "Places", window: int | None) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """What the rows' queries `[N, H, D]` see of their own slots: `[N, H * D]`."""
-        outputs = []
-        for run, mask in places.masks(window):
-            seen = self._layers[layer][run.slots, :, run.first_seen(window) : run.end]
-            outputs.append(self._attend_run(queries[run.rows], seen, run, mask))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if window not in self._calls:
+            masks = self._places.masks(window)
+            self._calls[window] = [self._call(run, mask, window) for run, mask in masks]
+        calls = self._calls[window]
+        if len(calls) == 1:
+            return calls[0].attend(layer, queries)
+        return torch.cat([call.attend(layer, queries[call.run.rows]) for call in calls])
 
-    def _attend_run(self, queries: Tensor, seen: Tensor, run: Run, mask: Tensor | None) -> Tensor:
+    def _call(self, run: Run, mask: Tensor | None, window: int | None) -> "_Call":
+        seen = self._block[:, run.slots, :, run.first_seen(window) : run.end]
+        keys, values = seen.tensor_split((self._num_kv_heads,), dim=2)
+        return _Call(run, mask, keys.unbind(), values.unbind())
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of attention a layer."""
+
+    run: Run
+    mask: Tensor | None
+    keys: Sequence[Tensor]  # by layer, [slots, G, seen, D]
+    values: Sequence[Tensor]
+
+    def attend(self, layer: int, queries: Tensor) -> Tensor:
         """The R heads that share keys are R rows of one head, so that nothing is repeated."""
-        num_heads = self._num_kv_heads
-        keys, values = seen[:, :num_heads], seen[:, num_heads:]
+        run, keys = self.run, self.keys[layer]
+        num_slots, num_kv_heads, _, head_dim = keys.shape
         if run.num_rows == 1:  # they stand so already
-            rows = queries.view(run.num_slots, num_heads, -1, self._head_dim)
-            return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(len(queries), -1)
-        rows = queries.view(run.num_slots, run.num_rows, num_heads, -1, self._head_dim).permute(0, 2, 3, 1, 4)
-        folded = rows.reshape(run.num_slots, num_heads, -1, self._head_dim)
-        output = scaled_dot_product_attention(folded, keys, values, attn_mask=mask).reshape(rows.shape)
-        return output.permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
+            rows = queries.view(num_slots, num_kv_heads, -1, head_dim)
+            seen = scaled_dot_product_attention(rows, keys, self.values[layer], attn_mask=self.mask)
+            return seen.reshape(len(queries), -1)
+        rows = queries.view(num_slots, run.num_rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        folded = rows.reshape(num_slots, num_kv_heads, -1, head_dim)
+        seen = scaled_dot_product_attention(folded, keys, self.values[layer], attn_mask=self.mask)
+        return seen.reshape(rows.shape).permute(0, 3, 1, 2, 4).reshape(len(queries), -1)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
