@@ -37,7 +37,7 @@ def bench_command(
     ] = "0,2,3,5",
     temperatures: Annotated[str, typer.Option(help="Temperatures to try, with commas.")] = "1,0",
     threads: Annotated[
-        int | None, typer.Option(help="torch's threads, for every engine; by default all cores but one.")
+        int | None, typer.Option(help="torch's threads, for every engine; by default all cores.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Times that each prompt is run.")] = 1,
     json_file: Annotated[
@@ -59,8 +59,9 @@ def bench_command(
     float32, one at a time. Takes about 25 minutes on two cores.
     """
     try:
-        from cluster.bench_plan import BenchWish, default_threads
+        from cluster.bench_plan import BenchWish
         from cluster.bench_run import Outlets, run_bench
+        from cluster.machine import usable_cores
         from cluster.prompt_file import OWN_QUESTIONS
 
         wish = BenchWish(
@@ -71,7 +72,7 @@ def bench_command(
             num_tokens=tokens,
             draft_lengths=_numbers("--draft-tokens", draft_tokens, int),
             temperatures=_numbers("--temperatures", temperatures, float),
-            num_threads=default_threads() if threads is None else threads,
+            num_threads=usable_cores() if threads is None else threads,
             num_repeats=repeats,
         )
         code = run_bench(wish, Outlets(json_file, picture), startup_seconds=startup_timeout)

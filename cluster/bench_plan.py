@@ -53,11 +53,6 @@ class BenchPlan:
     memory: str  # a sentence
 
 
-def default_threads() -> int:
-    """As many as a private run takes: a core is left to everything beside the models."""
-    return max(1, usable_cores() - 1)
-
-
 def check_wish(wish: BenchWish) -> None:
     """Raise Refused for what can be refused without knowing the models."""
     limits = {

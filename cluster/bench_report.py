@@ -99,8 +99,8 @@ _DEFINITIONS = (
     "Mean round: without each text's first, which takes in the prompt, and for K above 0 without rounds that"
     " had no drafts.",
     f"First token: from starting a command to its first token, the median of {NUM_FIRST_TOKENS}, models in"
-    " the cache; `outrider generate` starts a deployment for it, with its own choice of threads (all cores"
-    " but one), transformers is given the prompt's ids.",
+    " the cache; `outrider generate` starts a deployment for it, with its own choice of threads (all"
+    " cores), transformers is given the prompt's ids.",
 )
 
 

@@ -73,7 +73,10 @@ def up_command(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="torch's threads in each worker.", show_default="the cores, shared among workers"),
+        typer.Option(
+            help="torch's threads in each worker; a shallow draft takes one.",
+            show_default="the cores, shared among the workers of a role",
+        ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the public service; all others are any free ones.")] = (
         DEFAULT_PORT

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.machine import available_memory
-from workers.checkpoints import resolve
+from workers.model_names import resolve
 
 NO_DRAFT = "none"
 Say = Callable[[str], None]

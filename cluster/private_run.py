@@ -158,16 +158,14 @@ def _read(request: GenerateRequest, text: Text | None, *, vocab_size: int, max_l
 
 
 def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
-    # Draft and verification take turns, so both may use the same cores; one is left to everything else, since
-    # torch's threads wait for each other. SmolLM2-135M on two idle cores: 1 row takes 63 ms with two threads
-    # and 70 with one, 4 rows 100 with either; on busy cores two threads take several times as long.
+    # Draft and verification take turns, so both may use all cores.
     return WorkerSettings(
         name=name,
         folder=info.folder,
         gguf=info.gguf,
         num_slots=1,
         max_length=min(info.context_length, length),
-        num_threads=info.num_threads(max(1, usable_cores() - 1)),
+        num_threads=info.num_threads(usable_cores()),
     )
 
 

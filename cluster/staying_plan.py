@@ -120,27 +120,25 @@ def _estimate(
 
 def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | None, num_slots: int) -> Plan:
     num_drafters = wish.num_drafters or 1
-    # Drafters and targets work at the same time, on different sessions; torch's threads wait for each other,
-    # so more of them than cores would slow all of them down.
-    num_workers = wish.num_targets + (num_drafters if draft is not None else 0)
-    fair_share = max(1, usable_cores() // num_workers)
     max_length = min(target.context_length, wish.max_length or DEFAULT_MAX_LENGTH)
 
-    def settings(name: str, info: CheckpointInfo, num_slots: int) -> WorkerSettings:
+    # A session's drafter and target take turns, so both may use all cores, but not so the workers of a role.
+    def settings(name: str, info: CheckpointInfo, num_slots: int, num_workers: int) -> WorkerSettings:
+        fair_share = max(1, usable_cores() // num_workers)
         return WorkerSettings(
             name=name,
             folder=info.folder,
             gguf=info.gguf,
             num_slots=num_slots,
             max_length=min(info.context_length, max_length),
-            num_threads=wish.num_threads or info.num_threads(fair_share),
+            num_threads=info.num_threads(wish.num_threads or fair_share),
         )
 
     # Every session that a target holds finds a place at a drafter.
     num_draft_slots = math.ceil(num_slots * wish.num_targets / num_drafters)
     return Plan(
-        target=settings(wish.target, target, num_slots),
-        draft=None if draft is None else settings(wish.draft, draft, num_draft_slots),
+        target=settings(wish.target, target, num_slots, wish.num_targets),
+        draft=None if draft is None else settings(wish.draft, draft, num_draft_slots, num_drafters),
         num_targets=wish.num_targets,
         num_drafters=num_drafters,
         num_draft_tokens=_num_draft_tokens(wish),

@@ -8,7 +8,8 @@ import pytest
 # Tests run in as many processes as there are cores; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from workers.checkpoints import ModelUnreachable, Role, resolve
+from workers.checkpoints import ModelUnreachable, Role
+from workers.model_names import resolve
 
 
 @pytest.fixture(scope="session", autouse=True)

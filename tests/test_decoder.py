@@ -74,6 +74,24 @@ def test_qwen2_gets_transformers_logits() -> None:
     ragged_passes_agree(Qwen2ForCausalLM(Qwen2Config(**kept, initializer_range=0.3)).eval())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_not_a_bit_of_a_row_depends_on_what_stands_behind_it_or_beside_it(
+    family: str, dtype: torch.dtype
+) -> None:
+    """On how many rows there are it may; but these are fixed before the drafts are drawn."""
+    model = FAMILIES[family]()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    engine, draw = decoder_pair(model).engine, random.Random(3)
+    prompt, seen = some(draw, 11), []
+    for _ in range(8):
+        engine.forward([Feed(slot, 0, some(draw, 11) if slot else prompt, 0) for slot in range(3)])
+        tails = [[7, 9, *some(draw, 2)], some(draw, 4), some(draw, 2)]
+        seen.append(engine.forward([Feed(s, 11, tail, len(tail)) for s, tail in enumerate(tails)])[0][:2])
+    assert all(np.array_equal(rows, seen[0]) for rows in seen)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

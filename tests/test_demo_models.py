@@ -12,7 +12,8 @@ import pytest
 
 from tests.tiny_models import save_tiny
 from workers import demo_models
-from workers.checkpoints import ModelRefused, ModelUnreachable, check, check_pair, resolve
+from workers.checkpoints import ModelRefused, ModelUnreachable, check, check_pair
+from workers.model_names import resolve
 
 # What a process does that needs the folder: it adds a line to `log` when it makes it.
 PROCESS = """

@@ -21,8 +21,9 @@ from cluster.prompt_file import OWN_QUESTIONS
 from cluster.staying_plan import StayingWish, prepare_staying
 from tests.tiny_gguf import save_gguf, save_tiny_gguf
 from tests.tiny_models import END_ID, MAX_LENGTH, VOCAB_SIZE, save_tiny, tiny_llama
-from workers.checkpoints import ModelRefused, Role, check, check_pair, resolve
+from workers.checkpoints import ModelRefused, Role, check, check_pair
 from workers.gguf_header import read_header
+from workers.model_names import resolve
 
 
 @pytest.fixture(autouse=True)

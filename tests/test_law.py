@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.engines import decoder_pair
 from tests.laws import Law, assert_follows, plain_law, random_table
 from tests.pipelines import Pipeline, generate, pipeline
+from tests.tiny_models import tiny_llama
+from workers.products import int8
 from workers.sampling import SamplingSettings
 from workers.table_model import NextLogits, TableModel
 
@@ -171,3 +174,19 @@ async def test_rounds_that_follow_rounds_cut_short_are_not_biased(rule: str) -> 
     pairs = plain_law(constant(1 / 3, 2 / 3), [0, 1], 2, 2, SamplingSettings())
     for i in (1, 2):  # the bias lies in two tokens; among 32 sequences of five it could pass for chance
         assert_follows([sample[i : i + 2] for sample in samples], pairs)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+async def test_decoders_with_a_draft_in_eight_bits_follow_the_law(rule: str) -> None:
+    """A row of such a draft depends on its neighbours in the pass; it is drawn from all the same."""
+    shape = {"vocab_size": V, "eos_token_id": None, "initializer_range": 0.2}
+    target = decoder_pair(tiny_llama(1, **shape), num_slots=128)
+    draft = decoder_pair(tiny_llama(2, **shape), num_slots=128, form=int8)
+
+    def next_logits(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+        row: NDArray[np.float32] = target.expected(list(prefix), 1)[0]
+        return row
+
+    async with pipeline(target.engine, draft.engine, rule=rule, num_draft_tokens=3) as running:
+        samples = await sample(running, PROMPT, NUM_TOKENS, NUM_SAMPLES, seed=4000)
+    assert_follows(samples, plain_law(next_logits, PROMPT, V, NUM_TOKENS, SamplingSettings()))

@@ -1,10 +1,12 @@
 """Every form of a product gives the plain product; the fastest form is one of them."""
 
+import time
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from workers.products import Form, fastest_form, int8, packed, plain, weight_major
+from workers.products import Form, Product, fastest_form, int8, packed, plain, weight_major
 
 
 @pytest.mark.parametrize("form", [plain, packed, weight_major])
@@ -34,10 +36,28 @@ def test_eight_bits_take_a_row_of_zeros() -> None:
     assert not int8(weight, None)(torch.ones(2, 8)).any()
 
 
-def test_a_form_is_chosen_for_float32_on_a_cpu_only() -> None:
-    weight = torch.randn(32, 32)
-    assert fastest_form([weight]) in (plain, packed, weight_major)
-    assert fastest_form([weight.bfloat16()]) is plain
+@pytest.mark.parametrize("fast", [plain, packed, weight_major])
+def test_the_form_with_the_shortest_passes_is_chosen(fast: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(form: Form) -> Form:
+        def build(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+            product = form(weight, bias)
+
+            def late(x: torch.Tensor) -> torch.Tensor:
+                time.sleep(0.01)
+                return product(x)
+
+            return late
+
+        return build
+
+    forms = {form.__name__: form if form is fast else slow(form) for form in (plain, packed, weight_major)}
+    for name, form in forms.items():
+        monkeypatch.setattr(f"workers.products.{name}", form)
+    assert fastest_form([torch.randn(32, 32)]) is fast
+
+
+def test_a_form_is_chosen_for_float32_alone() -> None:
+    assert fastest_form([torch.randn(32, 32).bfloat16()]) is plain
 
 
 def test_a_form_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,14 +70,14 @@ def test_workers_share_the_cores(
     assert _plan(replace(undrafted, num_threads=5)).target.num_threads == 5
 
 
-def test_a_shallow_draft_takes_one_thread_unless_told_otherwise(
+def test_a_shallow_draft_takes_one_thread_of_as_many_as_there_are(
     wish: StayingWish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staying_plan, "usable_cores", lambda: 8)
-    for num_threads, expected in ((None, 1), (3, 3)):
+    for num_threads in (None, 3):
         draft = _plan(replace(wish, num_threads=num_threads)).draft
         assert draft is not None
-        assert draft.num_threads == expected
+        assert draft.num_threads == 1
 
 
 def test_without_a_draft_there_are_no_drafters_and_no_draft_tokens(wish: StayingWish) -> None:

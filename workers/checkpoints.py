@@ -1,4 +1,4 @@
-"""Where models come from, and whether they are fit: names, folders, and refusals before any weight is loaded.
+"""Whether a checkpoint is fit, by its files: refusals before any weight is loaded.
 
 Knows the files of a checkpoint, as transformers writes them. Does not know torch or transformers, which the
 processes that import this must not load; what only the loaded model can tell, the engine checks.
@@ -6,14 +6,9 @@ processes that import this must not load; what only the loaded model can tell, t
 
 import json
 import math
-import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import platformdirs
 
 from workers.fingerprint import difference, fingerprint
 from workers.model_kinds import FITTING, why_unfit
@@ -21,21 +16,8 @@ from workers.model_kinds import FITTING, why_unfit
 Role = Literal["draft", "target"]
 Json = dict[str, Any]
 
-DEMO_NAMES = ("demo", "smollm2-135m-instruct", "smollm2-135m-demo-draft")
 GGUF_SUFFIX = ".gguf"
-HUB_SECONDS = 10.0
 SHALLOW_LAYERS = 4  # at most, of a model whose passes are short whatever runs them
-HUB_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocabulary.json",
-)
 
 _NO_TOKENIZER = ("has no tokenizer.json", "a target needs one; save its fast tokenizer there")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -79,113 +61,6 @@ class CheckpointInfo:
         return 1 if self.is_shallow else most
 
 
-def cache_folder() -> Path:
-    """Where converted models live: OUTRIDER_CACHE, or else the user's cache directory."""
-    override = os.environ.get("OUTRIDER_CACHE")
-    return (
-        Path(override).expanduser() if override else platformdirs.user_cache_path("outrider", appauthor=False)
-    )
-
-
-def is_offline() -> bool:
-    """Whether nothing may be fetched: OUTRIDER_OFFLINE is set, and to something else than 0."""
-    return os.environ.get("OUTRIDER_OFFLINE", "0") not in ("", "0")
-
-
-def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
-    """The local folder or GGUF file of a model, fetched first if need be.
-
-    `name` is a demo name ('demo' is the demo target or the demo draft, by role), a local folder or *.gguf
-    file, or a hub id with an optional revision, `org/name@revision`. Raises ModelUnreachable when it cannot
-    be fetched, or may not be (see `is_offline`), ModelRefused when it names nothing.
-    """
-    if name in DEMO_NAMES:
-        from workers import demo_models  # imports this module
-
-        is_target = name == demo_models.TARGET_NAME or (name == "demo" and role == "target")
-        return demo_models.demo_target(progress) if is_target else demo_models.demo_draft(progress)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if folder.exists():
-        if folder.suffix != GGUF_SUFFIX:
-            raise _refused(name, "is a file", "give the folder that holds its config.json, or a *.gguf file")
-        return folder.absolute()  # not resolved: the hub's cache links to files without a suffix
-    if name.endswith(GGUF_SUFFIX) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?", name):
-        demos = ", ".join(f"'{demo}'" for demo in DEMO_NAMES)
-        sources = f"a local folder or *.gguf file, a hub id 'org/name' or one of {demos}"
-        raise _refused(name, "does not exist", f"give {sources}")
-    return _fetch_from_hub(name, progress)
-
-
-def _fetch_from_hub(name: str, progress: Callable[[str], None]) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-    from huggingface_hub.utils import logging as hub_logging
-
-    repository, _, revision = name.partition("@")
-    instead = "give a local folder, or 'demo'"
-    progress(
-        f"Finding {name} in the hub's cache"
-        if is_offline()
-        else f"Fetching {name} from the hub, or from its cache"
-    )
-    hub_logging.set_verbosity_error()  # its retries are no news to a user
-    try:
-        # Only the top folder: repositories keep other formats of the same weights below it.
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision or None,
-            allow_patterns=list(HUB_FILES),
-            ignore_patterns=["*/*"],
-            local_files_only=is_offline() or not _hub_answers(repository, revision),
-        )
-    except errors.GatedRepoError:
-        raise ModelUnreachable(
-            f"Model {name!r} is gated: accept its terms on the hub and run `hf auth login`, or {instead}."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelUnreachable(
-            f"Model {repository!r} has no revision {revision!r} on the hub: give another, or none."
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelUnreachable(
-            f"Model {name!r} is not on the hub, or is private: check the spelling, run `hf auth login`, "
-            f"or {instead}."
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        if is_offline():
-            raise ModelUnreachable(
-                f"Model {name!r} is no local folder, the hub's cache has no copy, and nothing may be fetched "
-                f"offline: run once without --offline and OUTRIDER_OFFLINE, or {instead}."
-            ) from None
-        raise ModelUnreachable(
-            f"Model {name!r} is no local folder, the hub does not answer, and its cache has no copy: "
-            f"check the connection, or {instead}."
-        ) from None
-    except (OSError, errors.RevisionResolutionError) as error:  # no network, refused by a proxy, disk full
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise ModelUnreachable(
-            f"Model {name!r} is no local folder and could not be fetched from the hub ({reason}): "
-            f"check the connection, or {instead}."
-        ) from error
-    return Path(folder)
-
-
-def _hub_answers(repository: str, revision: str) -> bool:
-    """Asked once and briefly: a download without a network would be tried for half a minute."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        huggingface_hub.model_info(repository, revision=revision or None, timeout=HUB_SECONDS)
-    except errors.HfHubHTTPError:  # no such model or revision, or gated: an answer, which says why
-        raise
-    except Exception:  # the network's errors are those of whichever library the hub's uses
-        return False
-    return True
-
-
 def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
     """Check a checkpoint's files and tell what they say. A target needs a tokenizer, a draft may lack it.
 
@@ -199,14 +74,14 @@ def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
     config = read_json(folder / "config.json")
     _refuse_code(folder, config)
     if fault := why_unfit(config):
-        raise _refused(folder, fault, f"choose {FITTING}")
+        raise refused(folder, fault, f"choose {FITTING}")
     text_config = config | (config.get("text_config") or {})  # models of several modalities nest it
 
     tokenizer_fingerprint = ""
     if (folder / "tokenizer.json").exists():
         tokenizer_fingerprint = fingerprint(read_json(folder / "tokenizer.json"))
     elif role == "target":
-        raise _refused(folder, *_NO_TOKENIZER)
+        raise refused(folder, *_NO_TOKENIZER)
 
     vocab_size = _size(folder, text_config, "vocab_size")
     num_heads = _size(folder, text_config, "num_attention_heads", "n_head", "n_heads")
@@ -233,10 +108,10 @@ def _refuse_code(folder: Path, config: Json) -> None:
     tokenizer_config = folder / "tokenizer_config.json"
     if "auto_map" in config:
         problem = "brings code of its own (auto_map in config.json)"
-        raise _refused(folder, problem, f"choose {FITTING}")
+        raise refused(folder, problem, f"choose {FITTING}")
     if tokenizer_config.exists() and "auto_map" in read_json(tokenizer_config):
         problem = "brings code of its own (auto_map in tokenizer_config.json)"
-        raise _refused(folder, problem, "save it with a fast tokenizer")
+        raise refused(folder, problem, "save it with a fast tokenizer")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -248,15 +123,15 @@ def weight_files(folder: Path) -> list[Path]:
         shards = sorted(set(read_json(index).get("weight_map", {}).values()))
         for shard in shards:
             if Path(shard).name != shard or not (folder / shard).exists():
-                raise _refused(folder, f"lacks {shard}, which {index.name} names", "fetch the model again")
+                raise refused(folder, f"lacks {shard}, which {index.name} names", "fetch the model again")
         if shards:
             return [folder / shard for shard in shards]
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         problem = f"has its weights as pickle only ({pickles[0]}), which can run code when read"
-        raise _refused(folder, problem, "save it as safetensors")
+        raise refused(folder, problem, "save it as safetensors")
     problem = f"has neither {single.name} nor a {index.name} that names shards"
-    raise _refused(folder, problem, "save it as safetensors")
+    raise refused(folder, problem, "save it as safetensors")
 
 
 def _tensor_sizes(folder: Path, file: Path) -> tuple[int, int]:
@@ -270,7 +145,7 @@ def _tensor_sizes(folder: Path, file: Path) -> tuple[int, int]:
             header_bytes = int.from_bytes(raw.read(8), "little")
     except (SafetensorError, OSError) as error:
         problem = f"has a truncated or damaged {file.name} ({error})"
-        raise _refused(folder, problem, "fetch or save the model again") from None
+        raise refused(folder, problem, "fetch or save the model again") from None
     return file.stat().st_size - 8 - header_bytes, num_elements  # the format allows no gaps
 
 
@@ -278,7 +153,7 @@ def _size(folder: Path, config: Json, *names: str, default: int | None = None) -
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if not isinstance(value, int) or value < 1:
         problem = f"has {names[0]} {value!r} in config.json, expected a positive whole number"
-        raise _refused(folder, problem, "save it again with a complete configuration")
+        raise refused(folder, problem, "save it again with a complete configuration")
     return value
 
 
@@ -297,7 +172,7 @@ def _output_ids(folder: Path, vocab_size: int) -> tuple[int, ...] | None:
     ids = read_json(vocabulary, kind=list)
     if not ids or ids != sorted({id_ for id_ in ids if type(id_) is int and 0 <= id_ < vocab_size}):
         problem = f"has a vocabulary.json that is not an ascending list of ids from 0 to {vocab_size - 1}"
-        raise _refused(folder, problem, "write it anew, or remove it to use the whole vocabulary")
+        raise refused(folder, problem, "write it anew, or remove it to use the whole vocabulary")
     return tuple(ids)
 
 
@@ -308,14 +183,14 @@ def check_pair(target: CheckpointInfo, draft: CheckpointInfo) -> None:
     differ: the target's count. A draft without a tokenizer is taken at its word if its `vocab_size` is equal.
     """
     if not target.tokenizer_fingerprint:
-        raise _refused(target.folder, *_NO_TOKENIZER)
+        raise refused(target.folder, *_NO_TOKENIZER)
     if not draft.tokenizer_fingerprint and draft.vocab_size != target.vocab_size:
         problem = f"has no tokenizer.json, and vocab_size {draft.vocab_size} against {target.vocab_size}"
-        raise _refused(draft.folder, problem, "choose a draft with the target's tokenizer")
+        raise refused(draft.folder, problem, "choose a draft with the target's tokenizer")
     if draft.tokenizer_fingerprint not in ("", target.tokenizer_fingerprint):
         ours, theirs = (read_json(info.folder / "tokenizer.json") for info in (draft, target))
         problem = f"does not fit target {str(target.folder)!r}: {difference(ours, theirs)}"
-        raise _refused(draft.folder, problem, "choose a draft with the target's tokenizer")
+        raise refused(draft.folder, problem, "choose a draft with the target's tokenizer")
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
@@ -323,14 +198,15 @@ def read_json(file: Path, kind: type = dict) -> Any:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _refused(file.parent, f"has no {file.name}", "give the folder of a whole model") from None
+        raise refused(file.parent, f"has no {file.name}", "give the folder of a whole model") from None
     except (OSError, ValueError) as error:
-        raise _refused(file.parent, f"has a damaged {file.name} ({error})", "fetch the model again") from None
+        raise refused(file.parent, f"has a damaged {file.name} ({error})", "fetch the model again") from None
     if not isinstance(value, kind):
         problem = f"has a {file.name} that is not a JSON {'object' if kind is dict else 'list'}"
-        raise _refused(file.parent, problem, "fetch the model again")
+        raise refused(file.parent, problem, "fetch the model again")
     return value
 
 
-def _refused(model: str | Path, problem: str, remedy: str) -> ModelRefused:
+def refused(model: str | Path, problem: str, remedy: str) -> ModelRefused:
+    """What is wrong with a model, and what to do, as one sentence."""
     return ModelRefused(f"Model {str(model)!r} {problem}: {remedy}.")

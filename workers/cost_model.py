@@ -44,17 +44,15 @@ class CostModel:
     def _forget(self) -> None:
         self._values = np.zeros(len(ROWS) + 2)  # the table, seconds_per_position, seconds_per_sequence
         self._covariance = np.zeros((len(self._values), len(self._values)))
-        self._seen: frozenset[int] = frozenset()  # entries that some pass told, mostly
+        self._seen: set[int] = set()  # entries that some pass told, mostly
+        self.cost: PassCost | None = None  # the best estimate; None before the first pass
 
-    @property
-    def cost(self) -> PassCost | None:
-        """The best estimate, by the entries that were seen; None before the first pass.
+    def _estimate(self) -> PassCost:
+        """The cost by the entries that were seen.
 
         Where entries fall, as more rows cannot take less, they are pooled by how certain each is.
         """
         seen = sorted(self._seen)
-        if not seen:
-            return None
         *_, per_position, per_sequence = self._values.tolist()
         weights = 1.0 / np.maximum(self._covariance.diagonal()[seen], _SHORTEST_SECONDS**2)
         seconds = _not_falling(self._values[seen].tolist(), weights.tolist())
@@ -88,8 +86,9 @@ class CostModel:
                 values[term] < 0 < covariance[term, term]
             ):  # it cannot be: to the likeliest values where it is 0
                 values = values - covariance[:, term] * (values[term] / covariance[term, term])
-        self._values = values  # a new array: another thread may read the old one
-        self._seen |= {int(weights[: len(ROWS)].argmax())}
+        self._values = values
+        self._seen.add(int(weights[: len(ROWS)].argmax()))
+        self.cost = self._estimate()  # whole, for whichever thread reads it
 
     def _begin(self, weights: FloatArray, seconds: float) -> None:
         """Guess what the first pass of its kind is about to tell, by those that were seen, and be unsure."""

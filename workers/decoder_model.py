@@ -48,13 +48,13 @@ class DecoderModel:
         its vocabulary. `form` is that of the products, by default the one that is fastest here.
         """
         shape = DecoderConfig.read(config)
-        self._vocab_size = min(shape.vocab_size, vocab_size or shape.vocab_size)
+        self.vocab_size = min(shape.vocab_size, vocab_size or shape.vocab_size)
         if max_length > shape.max_length:
             raise ValueError(f"max_length {max_length} exceeds the {shape.max_length} positions of the model")
-        self._positions = HeldPositions(num_slots, max_length, self._vocab_size)
-        self._num_slots, self._max_length = num_slots, max_length
-        self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
-        columns = slice(self._vocab_size) if self._output_ids is None else torch.tensor(self._output_ids)
+        self._positions = HeldPositions(num_slots, max_length, self.vocab_size)
+        self.num_slots, self.max_length = num_slots, max_length
+        self.output_ids = None if output_ids is None else checked_output_ids(output_ids, self.vocab_size)
+        columns = slice(self.vocab_size) if self.output_ids is None else torch.tensor(self.output_ids)
         self._decoder = Decoder(shape, tensors, rows=columns, max_length=max_length, form=form)
         self._cache = SlotCache(
             shape.num_layers,
@@ -102,26 +102,6 @@ class DecoderModel:
             form=form,
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """V: token ids are 0..V-1."""
-        return self._vocab_size
-
-    @property
-    def output_ids(self) -> NDArray[np.int64] | None:
-        """[C] ascending ids that the C logit columns stand for, or None when C = V and column i is id i."""
-        return self._output_ids
-
-    @property
-    def num_slots(self) -> int:
-        """How many sequences can be held at once."""
-        return self._num_slots
-
-    @property
-    def max_length(self) -> int:
-        """How many positions a slot can hold."""
-        return self._max_length
-
     def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
         """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
         with self._positions.feeding(feeds):
@@ -168,9 +148,9 @@ class DecoderModel:
             at = np.flatnonzero(flags[first_row : first_row + len(feed.tokens)])
             if at.size:
                 self._broken_from[feed.slot] = min(
-                    self._broken_from.get(feed.slot, self._max_length), feed.start + int(at[0])
+                    self._broken_from.get(feed.slot, self.max_length), feed.start + int(at[0])
                 )
-            good = self._broken_from.get(feed.slot, self._max_length) - feed.start  # rows of the feed
+            good = self._broken_from.get(feed.slot, self.max_length) - feed.start  # rows of the feed
             num_good_wanted = max(0, good - (len(feed.tokens) - feed.num_logits))
             result[first_wanted + num_good_wanted : first_wanted + feed.num_logits] = np.nan
             first_row, first_wanted = first_row + len(feed.tokens), first_wanted + feed.num_logits

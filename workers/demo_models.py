@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.checkpoints import ModelRefused, ModelUnreachable, cache_folder, is_offline
+from workers.checkpoints import ModelRefused, ModelUnreachable
+from workers.model_cache import cache_folder, is_offline
 
 Progress = Callable[[str], None]
 Tensors = dict[str, NDArray[np.float32]]

@@ -101,8 +101,9 @@ def load_model(
 def precision_of(folder: Path, role: Role, precision: Precision, device: str) -> Precision:
     """What "auto" means for a model: bfloat16 on a GPU, on a CPU float32, and int8 for a shallow draft.
 
-    What 8 bits cost adds up over the layers, so a deep draft is left as it is.
-    A target in int8 is refused: its p would depend on the rows beside it.
+    What 8 bits cost adds up over the layers, so a deep draft is left as it is. A target in int8 is refused:
+    its p would depend on what the rows beside it are. That of the others depends on how many they are alone,
+    by a rounding.
     """
     if precision == "int8" and (role == "target" or device != "cpu"):
         who = (

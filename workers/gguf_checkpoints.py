@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoints import CheckpointInfo, ModelRefused, Role, read_json
+from workers.checkpoints import CheckpointInfo, Role, read_json, refused
 from workers.fingerprint import fingerprint, tokens_by_id
 from workers.gguf_header import GgufHeader, GgufTensor, read_header
 from workers.model_kinds import FITTING
@@ -29,10 +29,10 @@ def check_gguf(file: Path, *, role: Role) -> CheckpointInfo:
     words, but does not write it down.
     """
     if importlib.util.find_spec("llama_cpp") is None:
-        raise _refused(file, "needs llama.cpp, which is not installed", "run pip install 'outrider[llama]'")
+        raise refused(file, "needs llama.cpp, which is not installed", "run pip install 'outrider[llama]'")
     header = read_header(file)
     if fault := next(_faults(header), None):
-        raise _refused(file, fault, f"choose {FITTING}")
+        raise refused(file, fault, f"choose {FITTING}")
     tokens, kinds = (
         _field(file, header, f"tokenizer.ggml.{name}", list) for name in ("tokens", "token_type")
     )
@@ -42,7 +42,7 @@ def check_gguf(file: Path, *, role: Role) -> CheckpointInfo:
         _compare(file, tokens, kinds, tokens_by_id(tokenizer))
         tokenizer_fingerprint = fingerprint(tokenizer)
     elif role == "target":
-        raise _refused(
+        raise refused(
             file, "has no tokenizer.json beside it", "put the one of the model that it was made from there"
         )
     num_heads = _size(file, header, "attention.head_count")
@@ -110,7 +110,7 @@ def _architecture(header: GgufHeader) -> str:
 def _field(file: Path, header: GgufHeader, name: str, kind: type) -> Any:
     value = header.metadata.get(name)
     if not isinstance(value, kind) or not value:
-        raise _refused(file, f"has {name} {value!r} in its header", "fetch the file again")
+        raise refused(file, f"has {name} {value!r} in its header", "fetch the file again")
     return value
 
 
@@ -120,7 +120,7 @@ def _size(file: Path, header: GgufHeader, name: str, default: int | None = None)
     value = header.metadata.get(name, default)
     value = max(value) if isinstance(value, list) and value else value
     if not isinstance(value, int) or value < 1:
-        raise _refused(file, f"has {name} {value!r} in its header", "choose a file that names its sizes")
+        raise refused(file, f"has {name} {value!r} in its header", "choose a file that names its sizes")
     return value
 
 
@@ -130,7 +130,7 @@ def _compare(file: Path, tokens: list[str], kinds: list[int], by_id: dict[int, s
     """
     if len(kinds) != len(tokens):
         problem = f"has {len(tokens)} tokens and {len(kinds)} kinds of token in its header"
-        raise _refused(file, problem, "fetch the file again")
+        raise refused(file, problem, "fetch the file again")
     other = [
         id_
         for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -140,8 +140,4 @@ def _compare(file: Path, tokens: list[str], kinds: list[int], by_id: dict[int, s
         id_ = other[0] if other else max(by_id)
         ours = repr(tokens[id_]) if id_ < len(tokens) else "nothing"
         problem = f"does not fit the tokenizer.json beside it: id {id_} is {ours}, there {by_id.get(id_)!r}"
-        raise _refused(file, problem, "put the one of the model that it was made from there")
-
-
-def _refused(file: Path, problem: str, remedy: str) -> ModelRefused:
-    return ModelRefused(f"Model {str(file)!r} {problem}: {remedy}.")
+        raise refused(file, problem, "put the one of the model that it was made from there")

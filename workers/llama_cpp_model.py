@@ -59,9 +59,10 @@ class LlamaCppModel:
         """
         header = read_header(file)
         num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))
-        self._name, self._vocab_size = file.name, min(num_tokens, vocab_size or num_tokens)
-        self._num_slots, self._max_length = num_slots, max_length
-        self._held = HeldPositions(num_slots, max_length, self._vocab_size)
+        self._name, self.vocab_size = file.name, min(num_tokens, vocab_size or num_tokens)
+        self.num_slots, self.max_length = num_slots, max_length
+        self.output_ids: NDArray[np.int64] | None = None  # the logits are those of all V ids
+        self._held = HeldPositions(num_slots, max_length, self.vocab_size)
         if num_slots > MAX_SEQUENCES:
             raise ValueError(f"num_slots {num_slots} exceeds the {MAX_SEQUENCES} sequences of llama.cpp")
         kinds = {tensor.kind for tensor in header.tensors}
@@ -76,26 +77,6 @@ class LlamaCppModel:
             raise ValueError(f"max_length {max_length} exceeds the {limit} positions of {self._name}")
         of_target = max(TARGET_TOLERANCE.get(kind, QUANTISED_TOLERANCE) for kind in kinds)
         self._check(of_target if role == "target" else DRAFT_TOLERANCE)
-
-    @property
-    def vocab_size(self) -> int:
-        """V: token ids are 0..V-1."""
-        return self._vocab_size
-
-    @property
-    def output_ids(self) -> NDArray[np.int64] | None:
-        """None: the logits are those of all V ids."""
-        return None
-
-    @property
-    def num_slots(self) -> int:
-        """How many sequences can be held at once."""
-        return self._num_slots
-
-    @property
-    def max_length(self) -> int:
-        """How many positions a slot can hold."""
-        return self._max_length
 
     def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
         """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
@@ -112,7 +93,7 @@ class LlamaCppModel:
         rows = [(token, feed.start + i, feed.slot) for feed in feeds for i, token in enumerate(feed.tokens)]
         tokens, positions, slots = zip(*rows, strict=True)
         logits = self._context.decode(tokens, positions, slots, wanted_rows(feeds))
-        split = split_logits(logits[:, : self._vocab_size], feeds)
+        split = split_logits(logits[:, : self.vocab_size], feeds)
         return zip((feed.slot for feed in feeds), split, strict=True)
 
     def truncate(self, slot: int, length: int) -> None:
@@ -132,8 +113,8 @@ class LlamaCppModel:
         """
         window = self._context.window
         length = max(CHECK_LENGTH, window + 4 if window <= CHECK_MAX_WINDOW else 0)
-        shape = (min(2, self._num_slots), min(length, self._max_length))
-        sequences = np.random.default_rng(0).integers(self._vocab_size, size=shape).tolist()
+        shape = (min(2, self.num_slots), min(length, self.max_length))
+        sequences = np.random.default_rng(0).integers(self.vocab_size, size=shape).tolist()
         pieces = [_pieces(slot, tokens) for slot, tokens in enumerate(sequences)]
         passes = [[feed for feed in feeds if feed is not None] for feeds in zip_longest(*pieces)]
         passes.append([Feed(0, shape[1] - 1, sequences[0][-1:], 1)])

@@ -19,13 +19,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from workers.checkpoints import resolve
 from workers.counts import CountRow, quantise
 from workers.decoder import Decoder
 from workers.decoder_model import DecoderModel
 from workers.distributions import Distribution, RowsOnDemand
 from workers.engine import load_model, precision_of
 from workers.language_model import Feed, Logits
+from workers.model_names import resolve
 from workers.sampling import SamplingSettings, distribution
 from workers.slot_cache import Places
 from workers.verification import Rule, Uniforms, verify

@@ -20,11 +20,11 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from workers.checkpoints import resolve
 from workers.counts import CountRow, quantise, quantise_full
 from workers.distributions import FloatArray
 from workers.engine import load_model
 from workers.language_model import Feed, LanguageModel
+from workers.model_names import resolve
 from workers.rows import write_rows
 from workers.sampling import SamplingSettings, probabilities
 from workers.verification import draw

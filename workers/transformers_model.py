@@ -57,13 +57,13 @@ class TransformersModel:
         """
         self._model, self._name = model.eval(), type(model).__name__
         self._config = model.config.get_text_config()
-        self._vocab_size = min(int(self._config.vocab_size), vocab_size or int(self._config.vocab_size))
+        self.vocab_size = min(int(self._config.vocab_size), vocab_size or int(self._config.vocab_size))
         limit = getattr(self._config, "max_position_embeddings", None)
         if limit is not None and max_length > limit:
             raise ValueError(f"max_length {max_length} exceeds the {limit} positions of {self._name}")
-        self._num_slots, self._max_length = num_slots, max_length
-        self._output_ids = None if output_ids is None else checked_output_ids(output_ids, self._vocab_size)
-        self._positions = HeldPositions(num_slots, max_length, self._vocab_size)
+        self.num_slots, self.max_length = num_slots, max_length
+        self.output_ids = None if output_ids is None else checked_output_ids(output_ids, self.vocab_size)
+        self._positions = HeldPositions(num_slots, max_length, self.vocab_size)
         self._attention = SlotAttention(self._name, num_slots, max_length)
 
         _refuse_by_declaration(model)
@@ -110,28 +110,8 @@ class TransformersModel:
         )
 
     @property
-    def vocab_size(self) -> int:
-        """V: token ids are 0..V-1."""
-        return self._vocab_size
-
-    @property
-    def output_ids(self) -> NDArray[np.int64] | None:
-        """[C] ascending ids that the C logit columns stand for, or None when C = V and column i is id i."""
-        return self._output_ids
-
-    @property
     def _num_columns(self) -> int:
-        return self._vocab_size if self._output_ids is None else len(self._output_ids)
-
-    @property
-    def num_slots(self) -> int:
-        """How many sequences can be held at once."""
-        return self._num_slots
-
-    @property
-    def max_length(self) -> int:
-        """How many positions a slot can hold."""
-        return self._max_length
+        return self.vocab_size if self.output_ids is None else len(self.output_ids)
 
     def forward(self, feeds: Sequence[Feed]) -> list[Logits]:
         """Run one pass over all feeds: see `LanguageModel.forward`. A refused pass changes nothing."""
@@ -165,13 +145,13 @@ class TransformersModel:
 
     def _take_over_head(self) -> None:
         """Keep the rows of the head that `output_ids` names; what the model does after its head stays."""
-        if self._output_ids is None:
+        if self.output_ids is None:
             return
         head = self._model.get_output_embeddings()
         if type(head) is not torch.nn.Linear:
             kind = type(head).__name__
             raise ModelRefused(f"{self._name} does not fit output_ids: its head is {kind}, not Linear")
-        rows = torch.tensor(self._output_ids, device=head.weight.device)
+        rows = torch.tensor(self.output_ids, device=head.weight.device)
         reduced = torch.nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
         for name, parameter in list(head.named_parameters()):
             setattr(reduced, name, torch.nn.Parameter(parameter.detach()[rows], requires_grad=False))
@@ -181,12 +161,12 @@ class TransformersModel:
         """Two different sequences, and the logits `[2, last positions, C]` by the model's own attention."""
         window = getattr(self._config, "sliding_window", None) or 0
         length = max(CHECK_LENGTH, window + 4 if window <= CHECK_MAX_WINDOW else 0)
-        shape = (min(2, self._num_slots), min(length, self._max_length))
-        tokens = torch.randint(self._vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        shape = (min(2, self.num_slots), min(length, self.max_length))
+        tokens = torch.randint(self.vocab_size, shape, generator=torch.Generator().manual_seed(0))
         kept, inputs = max(1, shape[1] // 3), tokens.to(self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=inputs, use_cache=False, logits_to_keep=kept).logits.float().cpu()
-        columns = slice(self._vocab_size) if self._output_ids is None else self._output_ids
+        columns = slice(self.vocab_size) if self.output_ids is None else self.output_ids
         return tokens.tolist(), logits.numpy()[:, :, columns]
 
     def _check(self, tokens: list[list[int]], expected: Logits) -> None:
