@@ -75,7 +75,7 @@ def up_command(
         int | None,
         typer.Option(
             help="torch's threads in each worker; a shallow draft takes one.",
-            show_default="the cores, shared among the workers of a role",
+            show_default="the cores, shared among workers",
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port of the public service; all others are any free ones.")] = (

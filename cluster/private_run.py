@@ -158,7 +158,7 @@ def _read(request: GenerateRequest, text: Text | None, *, vocab_size: int, max_l
 
 
 def _settings(name: str, info: CheckpointInfo, length: int) -> WorkerSettings:
-    # Draft and verification take turns, so both may use all cores.
+    # Draft and verification take turns, so both may use all cores: ARCHITECTURE.md has the figures.
     return WorkerSettings(
         name=name,
         folder=info.folder,

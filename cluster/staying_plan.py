@@ -35,7 +35,7 @@ class StayingWish:
     rule: Literal["token", "block"]
     num_slots: int | None  # sessions that each target holds at once
     max_length: int | None  # positions of each
-    num_threads: int | None  # of each worker
+    num_threads: int | None  # of each worker but shallow drafts
     port: int
 
     @property
@@ -122,9 +122,14 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
     num_drafters = wish.num_drafters or 1
     max_length = min(target.context_length, wish.max_length or DEFAULT_MAX_LENGTH)
 
-    # A session's drafter and target take turns, so both may use all cores, but not so the workers of a role.
-    def settings(name: str, info: CheckpointInfo, num_slots: int, num_workers: int) -> WorkerSettings:
-        fair_share = max(1, usable_cores() // num_workers)
+    # Workers work at the same time, on different sessions, and torch's threads wait for each other: more of
+    # them than cores slow all of them down. A shallow draft has one thread and is soon done.
+    num_sharing = wish.num_targets
+    if draft is not None and not draft.is_shallow:
+        num_sharing += num_drafters
+    fair_share = max(1, usable_cores() // num_sharing)
+
+    def settings(name: str, info: CheckpointInfo, num_slots: int) -> WorkerSettings:
         return WorkerSettings(
             name=name,
             folder=info.folder,
@@ -137,8 +142,8 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
     # Every session that a target holds finds a place at a drafter.
     num_draft_slots = math.ceil(num_slots * wish.num_targets / num_drafters)
     return Plan(
-        target=settings(wish.target, target, num_slots, wish.num_targets),
-        draft=None if draft is None else settings(wish.draft, draft, num_draft_slots, num_drafters),
+        target=settings(wish.target, target, num_slots),
+        draft=None if draft is None else settings(wish.draft, draft, num_draft_slots),
         num_targets=wish.num_targets,
         num_drafters=num_drafters,
         num_draft_tokens=_num_draft_tokens(wish),

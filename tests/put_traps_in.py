@@ -228,8 +228,8 @@ TRAPS = [
     Trap(
         "a row sees its neighbour's slot, in the decoder",
         "workers/slot_cache.py",
-        "seen = self._block[:, run.slots, :, ",
-        "seen = self._block[:, : run.num_slots, :, ",
+        "seen = self._cache.block[:, run.slots, :, ",
+        "seen = self._cache.block[:, : run.num_slots, :, ",
         "test_language_model",
     ),
     Trap(

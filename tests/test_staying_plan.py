@@ -70,6 +70,16 @@ def test_workers_share_the_cores(
     assert _plan(replace(undrafted, num_threads=5)).target.num_threads == 5
 
 
+def test_a_deep_draft_shares_the_cores_with_the_targets(
+    wish: StayingWish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staying_plan, "usable_cores", lambda: 8)
+    for draft, expected in ((wish.target, (2, 2)), (wish.draft, (4, 1))):
+        plan = _plan(replace(wish, draft=draft, num_targets=2, num_drafters=2))
+        assert plan.draft is not None
+        assert (plan.target.num_threads, plan.draft.num_threads) == expected
+
+
 def test_a_shallow_draft_takes_one_thread_of_as_many_as_there_are(
     wish: StayingWish, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 Knows shapes and seconds; runs nothing. The form is that of `protos.pass_cost`: a table over rows, a term for
 each position that a row attends to, a term for each sequence. All of it is linear in the table's entries and
-the two terms, so each pass corrects them by recursive least squares (a Kalman filter, some 30 us), which
+the two terms, so each pass corrects them by recursive least squares (a Kalman filter, some 60 us), which
 
 - weighs a pass by what is uncertain yet: the first ones set the table, a thousandth hardly moves it;
 - forgets: the speed drifts, mostly of the machine as a whole, so that passes of one kind tell of others too;

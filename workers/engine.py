@@ -102,8 +102,8 @@ def precision_of(folder: Path, role: Role, precision: Precision, device: str) ->
     """What "auto" means for a model: bfloat16 on a GPU, on a CPU float32, and int8 for a shallow draft.
 
     What 8 bits cost adds up over the layers, so a deep draft is left as it is. A target in int8 is refused:
-    its p would depend on what the rows beside it are. That of the others depends on how many they are alone,
-    by a rounding.
+    its p would depend on the tokens beside it. In any other precision it depends on how many rows a pass has
+    and how long its sessions are, by a rounding, and never on what was drafted.
     """
     if precision == "int8" and (role == "target" or device != "cpu"):
         who = (

@@ -68,11 +68,6 @@ class Job(ABC):
     pending: list[int]
     num_logits: int
 
-    @property
-    def num_passes_left(self) -> int:
-        """Passes until it answers, at most, once what is pending fits one."""
-        return 1
-
     @abstractmethod
     def advance(self, logits: Logits) -> TaskReply | None:
         """Take the wanted logits `[num_logits, C]`: the answer, or None when `pending` has more to feed.
@@ -103,11 +98,6 @@ class DraftJob(Job):
         self._rows: list[CountRow] = []
         self.slot, self.pending = slots.enter(task.state, max(task.num_draft_tokens - 1, 0))
         self.num_logits = 1 if task.num_draft_tokens else 0
-
-    @property
-    def num_passes_left(self) -> int:
-        """One a draft token, or one that only feeds."""
-        return max(self._task.num_draft_tokens - len(self._tokens), 1)
 
     def advance(self, logits: Logits) -> TaskReply | None:
         """Draw one token, unless time is up or the row is no distribution."""

@@ -49,7 +49,8 @@ class LanguageModel(Protocol):
         """Run one pass over all feeds, which name distinct slots.
 
         Returns one float32 array `[num_logits, C]` a feed, in order. A feed's logits depend on its own slot's
-        tokens at or before each position, and on nothing else in the pass.
+        tokens at or before each position, and on nothing else in the pass but, by a rounding, its shape: how
+        many rows it has and how long its sequences are.
         Raises ValueError on a feed that does not fit (unknown slot, gap, past max_length, id outside V).
         """
 

@@ -1,9 +1,15 @@
-"""Where converted models are kept on this machine, and whether others may be fetched."""
+"""Where converted models are kept on this machine, their names, and whether others may be fetched.
+
+Knows folders and the environment; not what is in a model.
+"""
 
 import os
 from pathlib import Path
 
 import platformdirs
+
+TARGET_NAME = "smollm2-135m-instruct"  # of the demo pair
+DRAFT_NAME = "smollm2-135m-demo-draft"
 
 
 def cache_folder() -> Path:

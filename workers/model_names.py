@@ -8,11 +8,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from workers import demo_models
 from workers.checkpoints import GGUF_SUFFIX, ModelUnreachable, Role, refused
-from workers.model_cache import is_offline
+from workers.model_cache import DRAFT_NAME, TARGET_NAME, is_offline
 
-DEMO_NAMES = ("demo", demo_models.TARGET_NAME, demo_models.DRAFT_NAME)
+DEMO_NAMES = ("demo", TARGET_NAME, DRAFT_NAME)
 HUB_SECONDS = 10.0
 HUB_FILES = (
     "config.json",
@@ -35,7 +34,9 @@ def resolve(name: str, *, role: Role, progress: Callable[[str], None]) -> Path:
     be fetched, or may not be (see `is_offline`), ModelRefused when it names nothing.
     """
     if name in DEMO_NAMES:
-        is_target = name == demo_models.TARGET_NAME or (name == "demo" and role == "target")
+        from workers import demo_models  # loads numpy, which a command that starts does without
+
+        is_target = name == TARGET_NAME or (name == "demo" and role == "target")
         return demo_models.demo_target(progress) if is_target else demo_models.demo_draft(progress)
     folder = Path(name).expanduser()
     if folder.is_dir():

@@ -85,9 +85,9 @@ class Study:
     def _writes(self, places: Places, num_rows: int) -> Part:
         config = self.decoder.config
         keys_values = torch.randn(num_rows, 2 * config.num_kv_heads, config.head_dim)
+        slots = self.cache.open(places)  # once a pass: counted with attention
 
         def write() -> None:
-            slots = self.cache.open(places)
             for layer in range(config.num_layers):
                 slots.write(layer, keys_values)
 

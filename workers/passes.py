@@ -141,9 +141,7 @@ class PassLoop:
                 await loop.run_in_executor(self._thread, self._calibration.run_trial, free)
                 continue
             try:
-                async with asyncio.timeout(
-                    1.0
-                ):  # wait_for would lose a cancellation that comes with the event
+                async with asyncio.timeout(1.0):
                     await self._wake.wait()
             except TimeoutError:
                 return
@@ -222,19 +220,15 @@ class PassLoop:
         """In time where sessions decode, or will in a moment; else in rows that are read at the best rate.
 
         A round that comes in the middle of a pass waits for its end, so passes before it get half of a step,
-        and its own share what is left.
+        and its own, of which a draft has several, what is left.
         """
         cost = self._cost_model.cost
         if cost is None or not (decoding or self._slots.answered_within(NEXT_ROUND_SECONDS)):
             return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
-        now = time.monotonic_ns()
-        seconds = min(
-            (
-                (self._max_step_seconds - (now - work.arrived_ns) / 1e9) / _job(work).num_passes_left
-                for work in decoding
-            ),
-            default=self._max_step_seconds / 2,
-        )
+        seconds = self._max_step_seconds / 2
+        if decoding:
+            waited_ns = time.monotonic_ns() - min(work.arrived_ns for work in decoding)
+            seconds = self._max_step_seconds - waited_ns / 1e9
         return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
     def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:

@@ -101,8 +101,8 @@ class SlotCache:
         """Zeros, since masked positions are multiplied by zero and must be finite."""
         shape = (num_layers, num_slots, 2 * num_kv_heads, max_length + 1, head_dim)  # one that no row sees
         self.block = _zeros(shape, dtype, device)
-        self.layers = self.block.unbind()
-        self.num_kv_heads = num_kv_heads
+        self.layers = self.block.unbind()  # [num_slots, 2G, max_length + 1, D] each
+        self.num_kv_heads = num_kv_heads  # G
 
     def open(self, places: "Places") -> "PassCache":
         """The slots as one pass reads and writes them."""
@@ -113,12 +113,11 @@ class PassCache:
     """What one pass reads and writes. Views are made for all layers at once: each costs as much as a norm."""
 
     def __init__(self, cache: SlotCache, places: "Places") -> None:
-        self._block, self._layers, self._num_kv_heads = cache.block, cache.layers, cache.num_kv_heads
-        self._places = places
+        self._cache, self._places = cache, places
         self._written: Sequence[Tensor] | None = None  # by layer, where a pass that feeds one slot writes
         if places.only is not None:  # a copy of a block, several times faster than scattering
             slot, positions = places.only
-            self._written = self._block[:, slot, :, positions].unbind()
+            self._written = cache.block[:, slot, :, positions].unbind()
         self._calls: dict[int | None, list[_Call]] = {}  # by window
 
     def write(self, layer: int, keys_values: Tensor) -> None:
@@ -126,7 +125,7 @@ class PassCache:
         if self._written is not None:
             self._written[layer].copy_(keys_values.transpose(0, 1))
         else:
-            self._layers[layer][self._places.slots, :, self._places.positions] = keys_values
+            self._cache.layers[layer][self._places.slots, :, self._places.positions] = keys_values
 
     def attend(self, layer: int, queries: Tensor, window: int | None) -> Tensor:
         """What the rows' queries `[N, H, D]` see of their own slots: `[N, H * D]`."""
@@ -139,8 +138,8 @@ class PassCache:
         return torch.cat([call.attend(layer, queries[call.run.rows]) for call in calls])
 
     def _call(self, run: Run, mask: Tensor | None, window: int | None) -> "_Call":
-        seen = self._block[:, run.slots, :, run.first_seen(window) : run.end]
-        keys, values = seen.tensor_split((self._num_kv_heads,), dim=2)
+        seen = self._cache.block[:, run.slots, :, run.first_seen(window) : run.end]
+        keys, values = seen.tensor_split((self._cache.num_kv_heads,), dim=2)
         return _Call(run, mask, keys.unbind(), values.unbind())
 
 
