@@ -107,10 +107,10 @@ class _Run:
         """Run all of it. However it ends, no process is left."""
         steps, plan, wish = self._steps, self._plan, self._wish
         steps.note(plan.memory)
+        minutes = 1 + self._num_runs() * wish.num_tokens / _TYPICAL_TOKENS_PER_SECOND / 60
         steps.note(
-            f"{self._num_runs()} runs of {wish.num_tokens} tokens, one at a time: about "
-            f"{self._num_runs() * wish.num_tokens / _TYPICAL_TOKENS_PER_SECOND / 60:.0f} min at "
-            f"{_TYPICAL_TOKENS_PER_SECOND} tokens/s, which two cores do with the demo pair."
+            f"Some cold starts, then {self._num_runs()} runs of {wish.num_tokens} tokens, one at a time: "
+            f"about {minutes:.0f} min, as two cores do it with the demo pair."
         )
         with interrupts():
             self._time_commands(startup_seconds)
@@ -212,7 +212,7 @@ def _check_outlets(outlets: Outlets) -> None:
     try:
         from cluster.bench_picture import KINDS
     except ModuleNotFoundError as error:
-        raise Refused(f"picture needs {error.name}: pip install 'outrider[pictures]'") from None
+        raise Refused(f"picture needs {error.name}: {sys.executable} -m pip install {error.name}") from None
     if outlets.picture.suffix not in KINDS:
         raise Refused(f"picture is {outlets.picture}; its name must end in {' or '.join(KINDS)}")
 

@@ -22,7 +22,7 @@ from cluster.deployment_state import (
     check_name,
     read_state,
 )
-from cluster.finding import find
+from cluster.finding import NO_DRAFT, find
 from cluster.generation import Generation, GenerationFailed, generate
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
@@ -100,13 +100,20 @@ def generate_text(wish: Wish, place: Place, *, as_json: bool) -> int:
 def _run_privately(wish: Wish, place: Place, out: Console | None, err: Console) -> Generation:
     """Find, prepare while Ray starts, deploy, generate; `out` gets the text as it comes."""
     models = place.models()
+    if models.draft == NO_DRAFT and wish.num_draft_tokens:
+        problem = f"is {wish.num_draft_tokens}; there is no drafter with --draft {NO_DRAFT}"
+        raise Refused(f"num_draft_tokens {problem}")
     with Steps(err) as steps:
+        if not place.is_private and (place.target or place.draft) and read_state(DEFAULT_NAME) is not None:
+            steps.note("A private deployment beside the one that is up, since --target or --draft is given")
         draft = models.draft if models.num_draft_tokens(wish) else None
         found = find(models.target, draft, steps.say)
         with starting_ray() as ray:
             run = prepare(wish, models, found)
             steps.note(run.memory)
             with ray.serving(run.plan, steps.say, startup_seconds=place.startup_seconds) as deployed:
+                if wish.chat is None:
+                    _note_continuation(run.request, models.target, steps)
                 steps.say("Reading the prompt")
                 has_legend = run.plan.draft is not None
                 return _show(deployed.address, run.request, out, err, steps, has_legend=has_legend)
@@ -119,8 +126,15 @@ def _run_on(state: DeploymentState, wish: Wish, out: Console | None, err: Consol
         steps.note(f"On the deployment {state.name!r} at {state.address}: target {state.target}, {draft}")
         require_answer(state)
         request = full_request(wish, state.target, load_text(state.target_folder))
+        if wish.chat is None:
+            _note_continuation(request, state.target, steps)
         steps.say("Reading the prompt")
         return _show(state.address, request, out, err, steps, has_legend=state.draft is not None)
+
+
+def _note_continuation(request: GenerateRequest, target: str, steps: Steps) -> None:
+    if request.HasField("text"):
+        steps.note(f"{target} has no chat template: the prompt is continued as it is, not answered")
 
 
 def _show(

@@ -76,7 +76,7 @@ def _findings(report: LawReport) -> Table:
         table.add_row("draft tokens kept", accepted)
     table.add_row(
         "drawn from their rows",
-        f"all {report.num_draft_tokens:,} draft tokens but {report.num_mismatches}",
+        f"{report.num_draft_tokens - report.num_mismatches:,} of {report.num_draft_tokens:,} draft tokens",
         _mark(not report.num_mismatches),
     )
     table.add_row("unusable rows of q", f"{report.num_unusable}", _mark(not report.num_unusable))
@@ -130,7 +130,9 @@ def _cell(cell: Cell, name: NameTokens) -> str:
     if cell.kind is Kind.REST:
         return "anything else"
     begin = printable(json.dumps(name(cell.tokens), ensure_ascii=False)) if cell.tokens else ""
-    return f"{begin} and any other token".lstrip() if cell.kind is Kind.OTHER else begin
+    if cell.kind is Kind.OTHER:
+        return f"{begin} and any other token" if begin else "any other first token"
+    return begin
 
 
 def law_as_json(report: LawReport, name: NameTokens) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def load_text(target_folder: Path) -> Text:
 def full_request(wish: Wish, target: str, text: Text) -> GenerateRequest:
     """The request with its prompt. Raises Refused when a chat is wanted and `target` has no template."""
     if wish.chat and not text.has_chat_template:
-        raise Refused(f"chat is True, but {target} has no chat template; use --no-chat")
+        raise Refused(f"--chat is given, but {target} has no chat template; use --no-chat")
     request = wish.options()
     if text.has_chat_template if wish.chat is None else wish.chat:
         request.chat.CopyFrom(Chat(messages=[ChatMessage(role="user", content=wish.prompt)]))

@@ -60,7 +60,7 @@ def check_wish(wish: StayingWish) -> None:
         "num_draft_tokens": (0, MAX_DRAFT_TOKENS),
         "num_slots": (1, 4096),
         "max_length": (2, 2**31 - 1),
-        "num_threads": (1, 1024),
+        "num_threads": (1, usable_cores()),
         "port": (1, 65535),
     }
     for name, (lowest, highest) in limits.items():

@@ -158,7 +158,7 @@ def test_a_picture_without_matplotlib_is_refused_with_the_remedy(
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     result = _bench(folder, "--picture", str(folder / "picture.svg"))
     assert result.exit_code == 2
-    assert "pip install 'outrider[pictures]'" in result.stderr
+    assert "-m pip install matplotlib" in result.stderr
 
 
 @pytest.fixture

@@ -71,6 +71,9 @@ def check(folder: Path, *, role: Role = "draft") -> CheckpointInfo:
         from workers.gguf_checkpoints import check_gguf  # imports this module
 
         return check_gguf(folder, role=role)
+    files = sorted(folder.glob(f"*{GGUF_SUFFIX}"))
+    if files and not (folder / "config.json").exists():
+        raise refused(folder, "has no config.json", f"name the file in it, {files[0]}")
     config = read_json(folder / "config.json")
     _refuse_code(folder, config)
     if fault := why_unfit(config):

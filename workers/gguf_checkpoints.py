@@ -6,6 +6,7 @@ llama.cpp, beyond whether it is installed; what only the loaded model can tell, 
 """
 
 import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ def check_gguf(file: Path, *, role: Role) -> CheckpointInfo:
     words, but does not write it down.
     """
     if importlib.util.find_spec("llama_cpp") is None:
-        raise refused(file, "needs llama.cpp, which is not installed", "run pip install 'outrider[llama]'")
+        remedy = f"run {sys.executable} -m pip install llama-cpp-python, which compiles it in some minutes"
+        raise refused(file, "needs llama.cpp, which is not installed", remedy)
     header = read_header(file)
     if fault := next(_faults(header), None):
         raise refused(file, fault, f"choose {FITTING}")

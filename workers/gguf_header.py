@@ -45,7 +45,7 @@ def read_header(file: Path) -> GgufHeader:
             return _Reader(data).header()
     except (OSError, ValueError, struct.error, KeyError, OverflowError, MemoryError) as error:
         raise ModelRefused(
-            f"Model {str(file)!r} has no GGUF header that can be read ({error}): fetch the file again."
+            f"Model {str(file)!r} is no GGUF file, or is cut off ({error}): fetch the file again."
         ) from error
 
 

@@ -131,8 +131,9 @@ class LlamaCppModel:
         limit = tolerance * float(np.abs(expected).max())
         if not difference <= limit:  # nor NaN
             raise ModelRefused(
-                f"{self._name} does not fit: in other passes its logits differ by {difference:.3g}, at most"
-                f" {limit:.3g} is allowed; a target's file is best in F32, F16, Q8_0, Q5_0 or Q4_0"
+                f"{self._name} cannot be a target: its logits depend on how many rows a pass has, by"
+                f" {difference:.3g}, at most {limit:.3g} is allowed; use it as a draft, or take a file in"
+                " F32, F16, Q8_0, Q5_0, Q4_1 or Q4_0"
             )
         for slot in range(shape[0]):
             self.truncate(slot, 0)
