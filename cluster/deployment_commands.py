@@ -74,7 +74,7 @@ def up_command(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="torch's threads in each worker; a shallow draft takes one.",
+            help="torch's threads in each worker; a model of few layers takes one.",
             show_default="the cores, shared among workers",
         ),
     ] = None,

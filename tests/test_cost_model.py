@@ -138,3 +138,13 @@ def test_a_pass_that_took_no_time_at_all_is_borne() -> None:
         model.observe(PassShape(1, 1, 1), 0.0)
     assert model.cost is not None
     assert 0 < model.cost.pass_seconds(PassShape(1, 1, 1)) < 1e-6
+
+
+@pytest.mark.parametrize("num_rows", [3, 5, 6, 7, 12])
+def test_a_pass_between_two_entries_is_estimated_as_it_was_seen(num_rows: int) -> None:
+    model = CostModel()
+    for _ in range(100):
+        for rows in (1, 2, 4, num_rows):
+            shape = PassShape(rows, 0, 1)
+            model.observe(shape, TRUTH.pass_seconds(shape))
+    assert ratio(model, PassShape(num_rows, 0, 1)) == pytest.approx(1.0, abs=0.02)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from tests.engines import Pair, decoder_pair, same, some
+from tests.engines import Pair, decoder_pair, plain_logits, same, some
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_llama
 from workers.decoder_config import NotADecoder
 from workers.decoder_model import DecoderModel
@@ -119,6 +119,10 @@ def test_not_a_bit_of_a_row_depends_on_the_tokens_behind_it_or_beside_it(
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "1 entries for 2 layers"),
         ({"model_type": "qwen3", "layer_types": ["full_attention", "chunked"]}, "layer_types has chunked"),
         ({"model_type": "qwen3", "use_sliding_window": True}, "sliding_window is None"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "qwen2", "sliding_window": True}, "sliding_window is True"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 5.0}}, "low_freq_factor .* is not below"),
+        ({"rope_parameters": LINEAR | {"factor": 0}}, "factor .* is 0"),
     ],
 )
 def test_what_is_not_certain_is_left_to_transformers(change: dict[str, Any], message: str | None) -> None:
@@ -131,6 +135,14 @@ def test_what_is_not_certain_is_left_to_transformers(change: dict[str, Any], mes
         return
     with pytest.raises(NotADecoder, match=message):
         DecoderModel(config, tensors, num_slots=1, max_length=8)
+
+
+def test_a_head_of_its_own_counts_more_than_the_word_that_it_is_tied() -> None:
+    model = tiny_llama()
+    config = model.config.to_dict() | {"tie_word_embeddings": True}
+    engine = DecoderModel(config, dict(copy.deepcopy(model).state_dict()), num_slots=1, max_length=16)
+    tokens = some(random.Random(5), 9)
+    same(engine.forward([Feed(0, 0, tokens, 9)])[0], plain_logits(model, tokens))
 
 
 def test_rotary_parameters_are_read_as_older_files_write_them() -> None:

@@ -68,3 +68,11 @@ def test_a_form_that_this_torch_lacks_is_left_out(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing)
     assert fastest_form([torch.randn(32, 32)]) in (plain, weight_major)
+
+
+def test_eight_bits_say_that_inputs_are_not_finite_and_refuse_weights_that_are_not() -> None:
+    weight = torch.randn(3, 8)
+    for value in (torch.nan, torch.inf):
+        assert int8(weight, None)(torch.tensor([[value] * 8, [1.0] * 8])).isnan().any()
+        with pytest.raises(ValueError, match="not finite"):
+            int8(torch.full((3, 8), value), None)

@@ -52,3 +52,6 @@ def test_slots_that_nobody_fills_take_no_memory() -> None:
     cache = SlotCache(4, 64, 4, 2047, 64, dtype=torch.float32, device=torch.device("cpu"))
     assert psutil.Process().memory_info().rss - before < 100e6
     assert not cache.block[3, 63, 7, 2047].any()
+    before = psutil.Process().memory_info().rss
+    cache.block[:, :, :, 0] = 1.0  # one position of each
+    assert psutil.Process().memory_info().rss - before < 100e6

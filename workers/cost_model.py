@@ -44,7 +44,7 @@ class CostModel:
     def _forget(self) -> None:
         self._values = np.zeros(len(ROWS) + 2)  # the table, seconds_per_position, seconds_per_sequence
         self._covariance = np.zeros((len(self._values), len(self._values)))
-        self._seen: set[int] = set()  # entries that some pass told, mostly
+        self._seen: set[int] = set()  # entries that some pass told
         self.cost: PassCost | None = None  # the best estimate; None before the first pass
 
     def _estimate(self) -> PassCost:
@@ -87,7 +87,7 @@ class CostModel:
             ):  # it cannot be: to the likeliest values where it is 0
                 values = values - covariance[:, term] * (values[term] / covariance[term, term])
         self._values = values
-        self._seen.add(int(weights[: len(ROWS)].argmax()))
+        self._seen.update(np.flatnonzero(weights[: len(ROWS)]).tolist())
         self.cost = self._estimate()  # whole, for whichever thread reads it
 
     def _begin(self, weights: FloatArray, seconds: float) -> None:

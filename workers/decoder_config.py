@@ -103,6 +103,9 @@ def _problems(config: Json) -> Iterator[str]:
         yield "num_attention_heads is no multiple of num_key_value_heads"
     if model_type in ("llama", "mistral") and config.get("layer_types") is not None:
         yield f"layer_types is set, which {model_type} does not have"
+    window = config.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        yield f"sliding_window is {window!r}, not a positive number"
     if model_type in ("qwen2", "qwen3"):
         yield from _window_problems(config)
     if model_type == "llama" and config.get("sliding_window") is not None:
@@ -172,13 +175,17 @@ def _rope_problems(rope: Json) -> Iterator[str]:
         yield f"rope_type is {rope_type!r}, known are {', '.join(_ROPE_FIELDS)}"
         return
     fields = _ROPE_FIELDS[rope_type] | {"rope_theta"}
-    for field in sorted(fields):
-        if not isinstance(rope.get(field), int | float):
-            yield f"{field} of the rotary parameters is {rope.get(field)!r}, not a number"
-    if rope_type == "llama3" and rope.get("low_freq_factor") == rope.get("high_freq_factor"):
-        yield "low_freq_factor and high_freq_factor of the rotary parameters are equal"
+    wrong = [field for field in sorted(fields) if not _is_positive(rope.get(field))]
+    for field in wrong:
+        yield f"{field} of the rotary parameters is {rope.get(field)!r}, not a positive number"
+    if rope_type == "llama3" and not wrong and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        yield "low_freq_factor of the rotary parameters is not below high_freq_factor"
     if left := sorted(set(rope) - fields - {"rope_type"}):
         yield f"{left[0]} of the rotary parameters is not known for {rope_type}"
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _inverse_frequencies(rope: Json, head_dim: int) -> tuple[float, ...]:

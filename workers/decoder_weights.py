@@ -52,9 +52,12 @@ def read_weights(config: DecoderConfig, tensors: dict[str, Tensor]) -> DecoderWe
     """
     reader = _Reader(config, tensors)
     embedding = reader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    head = embedding if config.is_tied else reader.take("lm_head.weight", *embedding.shape)
-    if config.is_tied:
-        tensors.pop("lm_head.weight", None)
+    head = embedding
+    if (
+        not config.is_tied or "lm_head.weight" in tensors
+    ):  # a head of its own counts more than the word for it
+        own = reader.take("lm_head.weight", *embedding.shape)
+        head = embedding if config.is_tied and torch.equal(own, embedding) else own
     layers = [reader.layer(f"model.layers.{layer}") for layer in range(config.num_layers)]
     weights = DecoderWeights(embedding, layers, reader.take("model.norm.weight", config.hidden_size), head)
     if left := sorted(name for name in tensors if not name.endswith(_LEFT_OVER)):

@@ -5,11 +5,12 @@ Knows numbers of tokens and what passes take; no model, slot or task.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protos.pass_cost import PassCost, PassShape
 
 MIN_PREFILL_TOKENS = 32  # the oldest prefill moves on at least this fast, however busy decoding is
+_HARDLY_LONGER = 1.1  # times as long
 _NEAR_BEST = 1.1  # passes are large enough when a row takes no more than this times what it can take
 
 
@@ -59,7 +60,8 @@ def plan_pass(tasks: Sequence[Pending], bounds: PassBounds) -> list[int]:
     """How many tokens each task feeds, 0 when it waits. `tasks` are the oldest first.
 
     In every pass are all that decode, whole, and at least a small piece of the oldest other task. Within the
-    bounds come first those so short that they are through at once, then the others, the oldest first.
+    bounds come first those so short that they are through at once, then the others, the oldest first. What
+    makes the pass of those that decode hardly longer is within them, however long that is.
     """
     sizes = [task.num_tokens if task.decodes else 0 for task in tasks]
     shape = PassShape()
@@ -69,6 +71,9 @@ def plan_pass(tasks: Sequence[Pending], bounds: PassBounds) -> list[int]:
     others = [i for i, task in enumerate(tasks) if not task.decodes]
     if not others:
         return sizes
+    if shape.num_rows:
+        hardly_longer = _HARDLY_LONGER * bounds.seconds_of(shape)
+        bounds = replace(bounds, max_seconds=max(bounds.max_seconds, hardly_longer))
     first = others.pop(0)
     oldest, least = tasks[first], tasks[first].piece(MIN_PREFILL_TOKENS)
     for i in [i for i in others if tasks[i].is_short]:

@@ -59,6 +59,8 @@ def int8(weight: Tensor, bias: Tensor | None) -> Product:
     30-layer one a quarter.
     """
     weight = weight.float()
+    if not bool(weight.isfinite().all()):
+        raise ValueError("a weight is not finite; 8 bits cannot hold it")
     scales = (weight.abs().amax(dim=1) / 127).clamp_min(1e-12).double()
     zeros = torch.zeros(len(scales), dtype=torch.long)
     with warnings.catch_warnings():  # torch moves its quantised tensors elsewhere, in a later version
@@ -68,8 +70,12 @@ def int8(weight: Tensor, bias: Tensor | None) -> Product:
     multiply = torch.ops.quantized.linear_dynamic
 
     def product(x: Tensor) -> Tensor:
-        # Inputs of 7 bits: AVX2 adds products in 16 bits, which the eighth would overflow.
-        return multiply(x.contiguous(), packed_weight, True)  # type: ignore[no-any-return]
+        try:  # Inputs of 7 bits: AVX2 adds products in 16 bits, which the eighth would overflow.
+            return multiply(x.contiguous(), packed_weight, True)  # type: ignore[no-any-return]
+        except RuntimeError:  # they have no scale
+            if bool(x.isfinite().all()):
+                raise
+            return x.new_full((len(x), len(scales)), torch.nan)
 
     return product
 

@@ -7,11 +7,12 @@ a view of their blocks.
 N rows of a pass, T rows of a feed, H heads, G KV heads, R = H/G, D head dimension.
 """
 
+import contextlib
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -167,11 +168,17 @@ class _Call:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory on a CPU before they are written: torch would write them at once."""
+    """Zeros that take no memory on a CPU before they are written: torch would write them at once.
+
+    And little when they are: numpy asks for pages of 2 MB, of which a slot's first position touches hundreds.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    block = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(block).view(dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Places:
