@@ -12,6 +12,7 @@ from itertools import product
 from cluster.baseline_process import BaselineProcess
 from cluster.generation import generate
 from protos.inference_pb2 import GenerateRequest, TokenIds, Usage
+from protos.limits import AUTO, NumDraftTokens
 from workers.baseline_tasks import BaselineTask, BaselineText
 
 NUM_WARM_UP_TOKENS = 8
@@ -81,7 +82,7 @@ class Sample:
     written: Written
 
 
-def engines(baseline: BaselineProcess, address: str, draft_lengths: Sequence[int]) -> list[Engine]:
+def engines(baseline: BaselineProcess, address: str, draft_lengths: Sequence[NumDraftTokens]) -> list[Engine]:
     """transformers plain and assisted, and the deployment at `address` with each K of `draft_lengths`."""
     return [
         Engine(TRANSFORMERS, TRANSFORMERS, lambda work: _by_transformers(baseline, work, assisted=False)),
@@ -90,7 +91,7 @@ def engines(baseline: BaselineProcess, address: str, draft_lengths: Sequence[int
     ]
 
 
-def outrider(num_draft_tokens: int) -> str:
+def outrider(num_draft_tokens: NumDraftTokens) -> str:
     """The name of Outrider as an engine with this K."""
     return f"Outrider, K = {num_draft_tokens}"
 
@@ -175,14 +176,15 @@ def _counts_of_text(text: BaselineText) -> Counts:
     )
 
 
-def _by_outrider(address: str, num_draft_tokens: int) -> Callable[[Work], Written]:
+def _by_outrider(address: str, num_draft_tokens: NumDraftTokens) -> Callable[[Work], Written]:
     def write(work: Work) -> Written:
         request = GenerateRequest(
             token_ids=TokenIds(ids=work.prompt),
             max_tokens=work.num_tokens,
             temperature=work.temperature,
             seed=work.seed,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=None if num_draft_tokens == AUTO else num_draft_tokens,
+            auto_draft_tokens=num_draft_tokens == AUTO,
             ignore_end_tokens=True,
         )
         generation = generate(address, request, lambda tokens: None)

@@ -6,14 +6,17 @@ Knows what a person may type. What is then done (`cluster.bench_run`) is importe
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from cluster.deployment_commands import Offline
 from cluster.interrupts import Interrupted
 
-_Number = TypeVar("_Number", int, float)
+if TYPE_CHECKING:
+    from protos.limits import NumDraftTokens
+
+_Number = TypeVar("_Number")
 
 
 def bench_command(
@@ -33,8 +36,11 @@ def bench_command(
     ] = 13,
     tokens: Annotated[int, typer.Option(help="Tokens of each text; end tokens are ignored.")] = 96,
     draft_tokens: Annotated[
-        str, typer.Option(help="Draft tokens a round (K) to try, with commas; 0 is tried in any case.")
-    ] = "0,2,3,5",
+        str,
+        typer.Option(
+            help="Draft tokens a round (K) to try, numbers or auto, with commas; 0 is tried in any case."
+        ),
+    ] = "0,1,2,3,auto",
     temperatures: Annotated[str, typer.Option(help="Temperatures to try, with commas.")] = "1,0",
     threads: Annotated[
         int | None, typer.Option(help="torch's threads, for every engine; by default all cores.")
@@ -70,7 +76,7 @@ def bench_command(
             prompts=prompts or OWN_QUESTIONS,
             num_prompts=num_prompts,
             num_tokens=tokens,
-            draft_lengths=_numbers("--draft-tokens", draft_tokens, int),
+            draft_lengths=_numbers("--draft-tokens", draft_tokens, _draft_length),
             temperatures=_numbers("--temperatures", temperatures, float),
             num_threads=usable_cores() if threads is None else threads,
             num_repeats=repeats,
@@ -81,6 +87,10 @@ def bench_command(
         number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     raise typer.Exit(code)
+
+
+def _draft_length(word: str) -> "NumDraftTokens":
+    return "auto" if word.strip() == "auto" else int(word)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> tuple[_Number, ...]:

@@ -16,8 +16,9 @@ from cluster.outcome import Refused
 from cluster.plan import Plan
 from cluster.private_run import load_text
 from cluster.prompt_file import Question, read_questions
+from coordinator.draft_length import LONGEST
 from coordinator.text_error import TextError
-from protos.limits import MAX_DRAFT_TOKENS
+from protos.limits import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens
 from workers.baseline_tasks import BaselineModels
 from workers.checkpoints import CheckpointInfo, check, check_pair
 
@@ -34,7 +35,7 @@ class BenchWish:
     prompts: Path
     num_prompts: int
     num_tokens: int  # of each text
-    draft_lengths: tuple[int, ...]  # each K to try; 0 is tried in any case
+    draft_lengths: tuple[NumDraftTokens, ...]  # each K to try; 0 is tried in any case
     temperatures: tuple[float, ...]
     num_threads: int
     num_repeats: int
@@ -48,7 +49,7 @@ class BenchPlan:
     baseline: BaselineModels
     questions: tuple[Question, ...]
     prompts: tuple[tuple[int, ...], ...]  # their token ids
-    draft_lengths: tuple[int, ...]
+    draft_lengths: tuple[NumDraftTokens, ...]
     conditions: Conditions
     memory: str  # a sentence
 
@@ -65,8 +66,10 @@ def check_wish(wish: BenchWish) -> None:
         if not 1 <= value <= highest:
             raise Refused(f"{name} is {value}; it must lie in 1..{highest}")
     for length in wish.draft_lengths:
-        if not 0 <= length <= MAX_DRAFT_TOKENS:
-            raise Refused(f"draft_lengths has {length}; each K must lie in 0..{MAX_DRAFT_TOKENS}")
+        if length != AUTO and not 0 <= length <= MAX_DRAFT_TOKENS:
+            raise Refused(
+                f"draft_lengths has {length}; each K must lie in 0..{MAX_DRAFT_TOKENS}, or be {AUTO}"
+            )
     if not wish.temperatures:
         raise Refused("temperatures is empty; give at least one")
     for temperature in wish.temperatures:
@@ -91,12 +94,13 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
             raise Refused(
                 f"{role} is {name}; a benchmark compares with transformers, which runs the folder of a model"
             )
-    draft_lengths = tuple(dict.fromkeys((0, *wish.draft_lengths)))
+    draft_lengths: tuple[NumDraftTokens, ...] = tuple(dict.fromkeys((0, *wish.draft_lengths)))
+    longest = max(LONGEST if k == AUTO else k for k in draft_lengths)
     prompts = _tokenised(questions, target.folder)
     context = min(target.context_length, draft.context_length)
     _check_lengths(questions, prompts, wish.num_tokens, context)
 
-    length = min(context, max(map(len, prompts)) + wish.num_tokens + max(draft_lengths) + 1)
+    length = min(context, max(map(len, prompts)) + wish.num_tokens + longest + 1)
 
     def settings(name: str, info: CheckpointInfo) -> WorkerSettings:
         return WorkerSettings(
@@ -111,7 +115,7 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
         plan=Plan(
             target=settings(wish.target, target),
             draft=settings(wish.draft, draft),
-            num_draft_tokens=max(draft_lengths),
+            num_draft_tokens=AUTO if AUTO in draft_lengths else longest,
         ),
         baseline=BaselineModels(target=target.folder, assistant=draft.folder, num_threads=wish.num_threads),
         questions=tuple(questions),

@@ -13,7 +13,14 @@ import typer
 from cluster.bench_command import bench_command
 from cluster.call_command import CALL_EPILOG, call_command
 from cluster.check_law_command import CHECK_LAW_EPILOG, check_law_command
-from cluster.deployment_commands import STARTUP_SECONDS, Offline, down_command, ps_command, up_command
+from cluster.deployment_commands import (
+    STARTUP_SECONDS,
+    Offline,
+    down_command,
+    ps_command,
+    read_draft_tokens,
+    up_command,
+)
 from cluster.interrupts import Interrupted
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -63,9 +70,10 @@ def generate_command(
         ),
     ] = None,
     draft_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Draft tokens a round (K), 64 at most; 0 for none.", show_default="the deployment's, or 3"
+            help="Draft tokens a round (K): a number, 64 at most, 0 for none, or auto for as many as pay.",
+            show_default="the deployment's, or auto",
         ),
     ] = None,
     # Not the model's own law, 1.0: at that, a small chat model wanders off within two sentences.
@@ -121,7 +129,7 @@ def generate_command(
 
         wish = Wish(
             prompt=prompt,
-            num_draft_tokens=draft_tokens,
+            num_draft_tokens=read_draft_tokens(draft_tokens),
             chat=chat,
             temperature=temperature,
             top_k=top_k,

@@ -7,11 +7,14 @@ it is asked for.
 import os
 import signal
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from cluster.interrupts import Interrupted
+
+if TYPE_CHECKING:
+    from protos.limits import NumDraftTokens
 
 DEFAULT_PORT = 7480
 STARTUP_SECONDS = 300.0
@@ -34,6 +37,18 @@ Offline = Annotated[
 ]
 
 
+def read_draft_tokens(text: str | None) -> "NumDraftTokens | None":
+    """What --draft-tokens says."""
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"is {text!r}; give a whole number or auto", param_hint="--draft-tokens"
+        ) from None
+
+
 def up_command(
     target: Annotated[
         str,
@@ -49,9 +64,11 @@ def up_command(
         int | None, typer.Option(help="Workers that hold the draft.", show_default="1")
     ] = None,
     draft_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            help="Draft tokens a round (K) unless a request says otherwise, 64 at most.", show_default="3"
+            help="Draft tokens a round (K) unless a request says otherwise: a number, 64 at most, or auto for"
+            " as many as pay.",
+            show_default="auto",
         ),
     ] = None,
     rule: Annotated[
@@ -104,7 +121,7 @@ def up_command(
             draft=draft,
             num_targets=targets,
             num_drafters=drafters,
-            num_draft_tokens=draft_tokens,
+            num_draft_tokens=read_draft_tokens(draft_tokens),
             rule=rule,
             num_slots=slots,
             max_length=max_length,

@@ -17,6 +17,7 @@ import platformdirs
 from pydantic import Field, ValidationError
 
 from cluster.processes import session_members, started_at, works_in
+from protos.limits import AUTO, NumDraftTokens
 from protos.settings import Settings
 
 DEFAULT_NAME = "default"
@@ -53,7 +54,7 @@ class DeploymentState(Settings):
     target: str  # the models, as they were given
     draft: str | None
     target_folder: Path
-    num_draft_tokens: int  # K of rounds unless a request says otherwise
+    num_draft_tokens: NumDraftTokens  # K of rounds unless a request says otherwise
     rule: Literal["token", "block"]
     folder: Path  # Ray's files and the log
     ray_address: str  # host:port
@@ -61,6 +62,13 @@ class DeploymentState(Settings):
     keeper_started: float  # seconds since 1970, to tell it from a later process with its id
     coordinator_pid: int
     created_at: float  # seconds since 1970
+
+    @property
+    def draft_tokens_in_words(self) -> str:
+        """How many draft tokens a round has, unless a request says otherwise."""
+        if self.num_draft_tokens == AUTO:
+            return "as many draft tokens a round as pay"
+        return f"{self.num_draft_tokens} draft tokens a round"
 
     @property
     def has_keeper(self) -> bool:

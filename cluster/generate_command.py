@@ -122,7 +122,7 @@ def _run_privately(wish: Wish, place: Place, out: Console | None, err: Console) 
 def _run_on(state: DeploymentState, wish: Wish, out: Console | None, err: Console) -> Generation:
     """Generate on a deployment that is up."""
     with Steps(err) as steps:
-        draft = "no draft" if state.draft is None else f"draft {state.draft}, K = {state.num_draft_tokens}"
+        draft = "no draft" if state.draft is None else f"draft {state.draft}, {state.draft_tokens_in_words}"
         steps.note(f"On the deployment {state.name!r} at {state.address}: target {state.target}, {draft}")
         require_answer(state)
         request = full_request(wish, state.target, load_text(state.target_folder))

@@ -37,6 +37,7 @@ from protos.inference_pb2 import (
 from protos.settings import Settings
 from protos.worker_pb2 import Sampling
 
+USUAL_AUTO = 4  # K that is chosen round by round is seldom above it
 NUM_CHOICES = 8  # samples of a request: few, so that the time limit bites, but some, as they must differ
 CALL_SECONDS = 60.0
 PAUSE_SECONDS = 0.5  # before somebody busy is asked again
@@ -129,7 +130,8 @@ class Sampler:
             min_p=settings.min_p,
             n=self._num_choices,
         )
-        self._most_tokens = max(self._request.max_tokens, info.num_draft_tokens + 2)
+        longest = min(info.num_draft_tokens, USUAL_AUTO) if info.auto_draft_tokens else info.num_draft_tokens
+        self._most_tokens = max(self._request.max_tokens, longest + 2)
         if len(prompt) + self._most_tokens > info.max_length:
             raise Refused(
                 f"prompt has {len(prompt)} tokens, a sample up to {self._most_tokens} more; the context holds"

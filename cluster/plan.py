@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cluster.actors import WorkerSettings
 from cluster.deployment_state import WorkerAddress
-from protos.limits import MAX_DRAFT_TOKENS
+from protos.limits import NumDraftTokens
 from protos.settings import Settings
 
 
@@ -21,7 +21,7 @@ class Plan(Settings):
     draft: WorkerSettings | None  # None: plain decoding
     num_targets: int = Field(default=1, ge=1)
     num_drafters: int = Field(default=1, ge=1)  # of no account without a draft
-    num_draft_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS)  # K of rounds unless a request says otherwise
+    num_draft_tokens: NumDraftTokens  # K of rounds unless a request says otherwise
     rule: Literal["token", "block"] = "token"
     port: int = Field(default=0, ge=0, le=65535)  # of the public service; 0: any free one
     control_token: str = Field(default_factory=lambda: secrets.token_hex(32), repr=False)

@@ -12,16 +12,16 @@ from cluster.machine import usable_cores
 from cluster.memory import estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
+from coordinator.draft_length import LONGEST
 from coordinator.requests import Limits, read_request
 from coordinator.text import Text
 from coordinator.text_error import TextError
 from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
-from protos.limits import MAX_DRAFT_TOKENS
+from protos.limits import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens
 from protos.status import TaskError
 from workers.checkpoints import CheckpointInfo, check, check_pair
 
 DEMO = "demo"
-DEFAULT_NUM_DRAFT_TOKENS = 3
 _NO_LIMIT = 2**31 - 1
 _INTEGERS = {  # looked at here, since a message holds no others
     "num_draft_tokens": (0, MAX_DRAFT_TOKENS),
@@ -38,11 +38,11 @@ class Models:
     target: str = DEMO
     draft: str = DEMO  # a model, or NO_DRAFT
 
-    def num_draft_tokens(self, wish: "Wish") -> int:
+    def num_draft_tokens(self, wish: "Wish") -> NumDraftTokens:
         """K of a run of these models."""
         if self.draft == NO_DRAFT:
             return 0
-        return DEFAULT_NUM_DRAFT_TOKENS if wish.num_draft_tokens is None else wish.num_draft_tokens
+        return AUTO if wish.num_draft_tokens is None else wish.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Wish:
     """What to write, as a person says it."""
 
     prompt: str
-    num_draft_tokens: int | None  # None: the deployment's
+    num_draft_tokens: NumDraftTokens | None  # None: the deployment's
     chat: bool | None  # None: where the target has a chat template
     temperature: float
     top_k: int
@@ -68,7 +68,8 @@ class Wish:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            num_draft_tokens=self.num_draft_tokens,
+            num_draft_tokens=None if self.num_draft_tokens == AUTO else self.num_draft_tokens,
+            auto_draft_tokens=self.num_draft_tokens == AUTO,
         )
 
 
@@ -85,7 +86,7 @@ def check_options(wish: Wish) -> None:
     """Refuse what can be refused without knowing the models."""
     for name, (lowest, highest) in _INTEGERS.items():
         value = getattr(wish, name)
-        if value is not None and not lowest <= value <= highest:
+        if value not in (None, AUTO) and not lowest <= value <= highest:
             raise Refused(f"{name} is {value}; it must lie in {lowest}..{highest}")
     request = wish.options()
     request.token_ids.CopyFrom(TokenIds(ids=[0]))
@@ -112,7 +113,7 @@ def prepare(wish: Wish, models: Models, found: Found) -> PrivateRun:
     request = full_request(replace(wish, num_draft_tokens=num_draft_tokens), models.target, text)
     # The slots end where this request must; the round that goes beyond it is part of the length.
     length = _read(request, text, vocab_size=target.vocab_size, max_length=target.context_length)
-    length += wish.max_tokens + num_draft_tokens + 1
+    length += wish.max_tokens + (LONGEST if num_draft_tokens == AUTO else num_draft_tokens) + 1
     plan = Plan(
         target=_settings(models.target, target, length),
         draft=None if draft is None else _settings(models.draft, draft, length),
@@ -149,7 +150,9 @@ def _read(request: GenerateRequest, text: Text | None, *, vocab_size: int, max_l
         max_choices=1,
         max_num_draft_tokens=MAX_DRAFT_TOKENS,
         default_max_tokens=1,
-        default_num_draft_tokens=0,
+        num_draft_tokens=0,
+        auto_draft_tokens=False,
+        rule="token",
     )
     try:
         return len(read_request(request, text, limits).prompt)

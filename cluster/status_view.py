@@ -37,7 +37,7 @@ def view(report: DeploymentReport) -> Group:
     state = report.state
     models = f"target {state.target}"
     if state.draft is not None:
-        models += f", draft {state.draft}, {state.num_draft_tokens} draft tokens a round"
+        models += f", draft {state.draft}, {state.draft_tokens_in_words}"
     lines = [
         Text(f"{state.name}", "bold")
         + Text(f" at {state.address}, up {_duration(report.uptime_seconds)}: ", "not bold")

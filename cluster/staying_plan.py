@@ -13,8 +13,7 @@ from cluster.machine import usable_cores
 from cluster.memory import Estimate, estimate, model_memory
 from cluster.outcome import Refused
 from cluster.plan import Plan
-from cluster.private_run import DEFAULT_NUM_DRAFT_TOKENS
-from protos.limits import MAX_DRAFT_TOKENS
+from protos.limits import AUTO, MAX_DRAFT_TOKENS, NumDraftTokens
 from workers.checkpoints import CheckpointInfo, check, check_pair
 
 # As many sessions as still share a pass well on a small machine; each takes its part of the cache.
@@ -31,7 +30,7 @@ class StayingWish:
     draft: str  # a model, or NO_DRAFT
     num_targets: int
     num_drafters: int | None
-    num_draft_tokens: int | None
+    num_draft_tokens: NumDraftTokens | None  # None: AUTO, where there are drafts
     rule: Literal["token", "block"]
     num_slots: int | None  # sessions that each target holds at once
     max_length: int | None  # positions of each
@@ -65,7 +64,7 @@ def check_wish(wish: StayingWish) -> None:
     }
     for name, (lowest, highest) in limits.items():
         value = getattr(wish, name)
-        if value is not None and not lowest <= value <= highest:
+        if value not in (None, AUTO) and not lowest <= value <= highest:
             raise Refused(f"{name} is {value}; it must lie in {lowest}..{highest}")
     for name in ("num_drafters", "num_draft_tokens"):
         if not wish.drafts and getattr(wish, name):
@@ -152,7 +151,7 @@ def _plan(wish: StayingWish, target: CheckpointInfo, draft: CheckpointInfo | Non
     )
 
 
-def _num_draft_tokens(wish: StayingWish) -> int:
+def _num_draft_tokens(wish: StayingWish) -> NumDraftTokens:
     if not wish.drafts:
         return 0
-    return DEFAULT_NUM_DRAFT_TOKENS if wish.num_draft_tokens is None else wish.num_draft_tokens
+    return AUTO if wish.num_draft_tokens is None else wish.num_draft_tokens

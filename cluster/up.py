@@ -127,7 +127,7 @@ def _summary(state: DeploymentState, plan: StayingPlan) -> str:
     )
     if state.draft is not None:
         drafters = f" ({plan.plan.num_drafters} workers)" if plan.plan.num_drafters > 1 else ""
-        models += f", draft {state.draft}{drafters}, {state.num_draft_tokens} draft tokens a round"
+        models += f", draft {state.draft}{drafters}, {state.draft_tokens_in_words}"
     return "\n".join(
         [
             f"The deployment {state.name!r} serves at {state.address}: {models};"

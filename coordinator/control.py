@@ -5,7 +5,7 @@ Knows workers and counts; changes nothing.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,8 @@ STATUS_SECONDS = 1.0  # for a worker to say how it is
 class Worker(Protocol):
     """What sessions know of a worker."""
 
+    num_sessions: int  # that are placed on it
+
     @property
     def problem(self) -> str:
         """What is wrong with it, in words; empty when nothing is."""
@@ -37,7 +39,6 @@ class Fleet:
 
     clients: Sequence[WorkerClient]
     workers: Sequence[Worker]
-    num_sessions: Callable[[int], int]  # on the worker of this index
 
 
 class ControlService(ControlServicer):
@@ -61,9 +62,9 @@ class ControlService(ControlServicer):
         except TaskError as error:
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
         asked = [
-            _ask(client, worker.problem, fleet.num_sessions(i))
+            _ask(client, worker.problem, worker.num_sessions)
             for fleet in self._fleets
-            for i, (client, worker) in enumerate(zip(fleet.clients, fleet.workers, strict=True))
+            for client, worker in zip(fleet.clients, fleet.workers, strict=True)
         ]
         return DeploymentStatus(
             workers=await asyncio.gather(*asked),

@@ -6,7 +6,8 @@ loop is plain decoding.
 
 from collections.abc import Callable, Sequence
 
-from coordinator.draft_length import draft_length
+from coordinator.draft_length import draft_limit
+from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter
 from coordinator.sessions import Session
 from coordinator.verifying import UnreadableProposal, Verifier
@@ -17,15 +18,18 @@ from protos.worker_pb2 import Proposal
 Emit = Callable[[Sequence[tuple[int, "Origin"]]], None]
 
 
-async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, emit: Emit) -> None:
+async def decode(
+    session: Session, drafter: Drafter | None, verifier: Verifier, policy: DraftPolicy, emit: Emit
+) -> None:
     """Run rounds until `session.finish_reason` is set, giving `emit` each round's committed tokens.
 
-    Slots are freed however it ends. Raises TaskError when the target cannot go on.
+    `policy` fixes K where the session leaves it open. Slots are freed however it ends. Raises TaskError when
+    the target cannot go on.
     """
     try:
         while session.finish_reason is None:
             session.begin_round()
-            proposal = await _propose(session, drafter)
+            proposal = await _propose(session, drafter, verifier, policy)
             try:
                 verdict = await verifier.verify(session, proposal)
             except UnreadableProposal as fault:
@@ -34,6 +38,7 @@ async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, 
                 continue
             drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
             emit(session.commit(drafts, len(proposal.rows), verdict))
+            policy.learn(session, len(drafts), verdict.num_accepted, verdict.sum_min_pq)
             if drafter is not None and verdict.num_redraw_mismatches:
                 drafter.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
     finally:
@@ -42,9 +47,14 @@ async def decode(session: Session, drafter: Drafter | None, verifier: Verifier, 
             drafter.forget(session)
 
 
-async def _propose(session: Session, drafter: Drafter | None) -> Proposal:
-    """K is fixed before the first draw, from committed history alone."""
+async def _propose(
+    session: Session, drafter: Drafter | None, verifier: Verifier, policy: DraftPolicy
+) -> Proposal:
+    """K is fixed before the first draw, from committed history and measured times alone."""
     if drafter is None:
         return Proposal()
-    k = draft_length(session.num_draft_tokens, session.num_remaining, len(session.tokens), drafter.max_length)
+    limit = draft_limit(session.num_remaining, len(session.tokens), drafter.max_length)
+    k = limit = min(session.num_draft_tokens, limit)
+    if session.draft_length is not None:
+        k = policy.choose(session, drafter, verifier, limit)
     return await drafter.propose(session, k)

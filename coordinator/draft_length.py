@@ -1,10 +1,94 @@
-"""How many tokens to draft. Pure arithmetic, decided before any draw and never from the draws themselves."""
+"""How many tokens to draft: the K that promises the most tokens a second.
+
+Pure arithmetic over what was measured: what passes take, what the wire takes, how likely drafts are accepted.
+K is decided before any draw and from verdicts alone, never from the draws themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protos.pass_cost import PassCost, PassShape
+
+LONGEST = 16  # K that is chosen unasked
+UNKNOWN = 1  # K while nobody has told what passes take
+SWITCH_GAIN = 1.03  # another K must promise this much more than the last one
+EXPLORING_SHARE = 0.01  # of the time, for rounds that draft although it does not pay, to see whether it does
+MIN_EXPLORING_ROUNDS = 16  # between two of them
 
 
-def draft_length(wanted: int, num_remaining: int, length: int, draft_max_length: int) -> int:
-    """K for a round at `length` committed tokens.
+def draft_limit(num_remaining: int, length: int, draft_max_length: int) -> int:
+    """The largest K of use at `length` committed tokens.
 
-    No more than `wanted`; no more than can be committed beside the token that every round adds; and no
-    further than the drafter's context, which must hold all drafts but the last.
+    No more than can be committed beside the token that every round adds; and no further than the drafter's
+    context, which must hold all drafts but the last.
     """
-    return max(0, min(wanted, num_remaining - 1, draft_max_length - length + 1))
+    return max(0, min(num_remaining - 1, draft_max_length - length + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What decides how long a round takes, K apart."""
+
+    num_at_drafter: int  # sessions that share its passes
+    num_at_target: int
+    length: int  # positions that a session holds
+    draft_wire_seconds: float  # of a round trip, beside what workers take
+    target_wire_seconds: float
+
+
+def round_seconds(draft: PassCost, target: PassCost, load: Load) -> tuple[float, ...]:
+    """What a round takes for K = 0 .. LONGEST, when the sessions' rounds are alike: K * t_d + t_v + r."""
+    step = draft.pass_seconds(_shape(load.num_at_drafter, load.length, 1))
+    plain = target.pass_seconds(_shape(load.num_at_target, load.length, 1)) + load.target_wire_seconds
+    drafted = [
+        k * step
+        + load.draft_wire_seconds
+        + target.pass_seconds(_shape(load.num_at_target, load.length, k + 1))
+        + load.target_wire_seconds
+        for k in range(1, LONGEST + 1)
+    ]
+    return (plain, *drafted)
+
+
+def _shape(num_sessions: int, length: int, num_rows: int) -> PassShape:
+    num_positions = num_rows * length + num_rows * (num_rows + 1) // 2
+    return PassShape(num_sessions * num_rows, num_sessions * num_positions, num_sessions)
+
+
+def promised_rates(seconds: Sequence[float], chances: Sequence[float]) -> list[float]:
+    """Tokens a second for K = 0 .. len(chances): (1 + c_0 + c_0 c_1 + ...) over the round's time."""
+    rates, num_tokens, reached = [1.0 / seconds[0]], 1.0, 1.0
+    for k, chance in enumerate(chances, 1):
+        reached *= chance
+        num_tokens += reached
+        rates.append(num_tokens / seconds[k])
+    return rates
+
+
+@dataclass(slots=True)
+class DraftLength:
+    """One session's K, from round to round."""
+
+    last: int | None = None
+    num_plain: int = 0  # rounds since the last one with drafts
+
+    def choose(self, rates: Sequence[float]) -> int:
+        """K by the rates promised for each: the best, unless the last is as good as that.
+
+        Where drafting does not pay, now and then a round drafts all the same: so rarely that it costs less
+        than EXPLORING_SHARE.
+        """
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if self.last is not None and self.last < len(rates) and rates[best] < SWITCH_GAIN * rates[self.last]:
+            best = self.last
+        self.last = best
+        if best > 0 or len(rates) == 1:
+            self.num_plain = 0
+            return best
+        self.num_plain += 1
+        drafting = max(range(1, len(rates)), key=rates.__getitem__)
+        lost_rounds = rates[0] / rates[drafting] - 1  # about: of plain decoding, in one round with drafts
+        if self.num_plain < max(MIN_EXPLORING_ROUNDS, lost_rounds / EXPLORING_SHARE):
+            return 0
+        self.num_plain = 0
+        return drafting

@@ -43,9 +43,10 @@ class Drafter:
     def __init__(self, client: WorkerClient, settings: DraftSettings) -> None:
         """Ask `client`, which has started, as `settings` say."""
         self.max_length = client.info.max_length  # positions that the drafter holds of a session
-        self._client = client
+        self.client = client
         self._settings = settings
         self.num_slots = client.info.num_slots
+        self.num_sessions = 0  # that are placed here
         self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
@@ -55,7 +56,7 @@ class Drafter:
     @property
     def is_ready(self) -> bool:
         """Whether the drafter would be asked now."""
-        return self._client.is_connected and not self.problem
+        return self.client.is_connected and not self.problem
 
     @property
     def problem(self) -> str:
@@ -103,7 +104,7 @@ class Drafter:
         prefill = self._prefills.pop(session.id, None)
         if prefill is not None:
             prefill.cancel()
-        self._client.release(session.id)
+        self.client.release(session.id)
 
     def _give_up(self, session: Session) -> None:
         """This session is beyond the drafter, though others are not: it goes on plainly, its slot is free."""
@@ -129,7 +130,7 @@ class Drafter:
         with contextlib.suppress(TaskError):
             seat = session.draft_seat
             num_missing = len(session.tokens) - seat.length
-            if seat.epoch == self._client.info.epoch and seat.length and num_missing <= MAX_CATCH_UP_TOKENS:
+            if seat.epoch == self.client.info.epoch and seat.length and num_missing <= MAX_CATCH_UP_TOKENS:
                 return True
             self._prefills[session.id] = asyncio.create_task(self._prefill(session))
             return False
@@ -150,7 +151,7 @@ class Drafter:
 
     async def _ask(self, session: Session, num_draft_tokens: int, timeout_seconds: float) -> DraftResult:
         """The drafter's answer, checked."""
-        client, seat = self._client, session.draft_seat
+        client, seat = self.client, session.draft_seat
         epoch, length = client.info.epoch, len(session.tokens)
         vocab_size = self._settings.vocab_size
         task = DraftTask(

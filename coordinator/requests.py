@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from coordinator.draft_length import LONGEST
 from coordinator.text import Text
 from coordinator.text_error import TextError
 from protos.inference_pb2 import GenerateRequest
 from protos.status import TaskError
-from protos.worker_pb2 import Sampling
+from protos.worker_pb2 import RULE_BLOCK, RULE_TOKEN, Rule, Sampling
 
 UNSUPPORTED = (
     "stop",
@@ -27,6 +28,7 @@ UNSUPPORTED = (
 )
 
 MAX_REQUEST_ID_CHARACTERS = 128
+RULES = {"token": RULE_TOKEN, "block": RULE_BLOCK}
 MAX_QUOTED_CHARACTERS = 250  # errors travel in trailers, of which gRPC takes 8 KiB
 
 
@@ -39,7 +41,9 @@ class Limits:
     max_choices: int
     max_num_draft_tokens: int
     default_max_tokens: int
-    default_num_draft_tokens: int
+    num_draft_tokens: int  # K unless a request says otherwise
+    auto_draft_tokens: bool  # whether that is the most, and K chosen round by round
+    rule: str  # one of RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Order:
     seed: int
     num_choices: int
     num_draft_tokens: int
+    auto_draft_tokens: bool  # whether that is the most, and K chosen round by round
+    rule: "Rule"
     ignore_end_tokens: bool
 
 
@@ -69,6 +75,9 @@ def read_request(request: GenerateRequest, text: Text | None, limits: Limits) ->
         )
     prompt = _read_prompt(request, text, limits)
     max_tokens = _integer(request, "max_tokens", limits.default_max_tokens, 1, limits.max_length)
+    is_deployments = limits.auto_draft_tokens and not request.HasField("num_draft_tokens")
+    is_auto = request.auto_draft_tokens or is_deployments
+    most = min(LONGEST, limits.max_num_draft_tokens) if is_auto else limits.num_draft_tokens
     return Order(
         request_id=request.request_id or secrets.token_hex(8),
         prompt=prompt,
@@ -81,9 +90,9 @@ def read_request(request: GenerateRequest, text: Text | None, limits: Limits) ->
         ),
         seed=request.seed if request.HasField("seed") else secrets.randbits(64),
         num_choices=_integer(request, "n", 1, 1, limits.max_choices),
-        num_draft_tokens=_integer(
-            request, "num_draft_tokens", limits.default_num_draft_tokens, 0, limits.max_num_draft_tokens
-        ),
+        num_draft_tokens=_integer(request, "num_draft_tokens", most, 0, limits.max_num_draft_tokens),
+        auto_draft_tokens=is_auto,
+        rule=_rule(request.rule or limits.rule),
         ignore_end_tokens=request.ignore_end_tokens,
     )
 
@@ -118,6 +127,12 @@ def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) ->
             field = "token_ids.ids" if kind == "token_ids" else kind
             raise TaskError.invalid(field, f"has token id {token}; ids lie below {limits.vocab_size}")
     return prompt
+
+
+def _rule(name: str) -> "Rule":
+    if name not in RULES:
+        raise TaskError.invalid("rule", f"is {name!r}; it must be one of {', '.join(RULES)}")
+    return RULES[name]
 
 
 def _integer(request: GenerateRequest, field: str, default: int, lowest: int, highest: int) -> int:

@@ -16,6 +16,7 @@ from pydantic import Field, SecretStr
 
 from coordinator.admission import Admission
 from coordinator.control import ControlService, Fleet
+from coordinator.draft_length import LONGEST
 from coordinator.drafting import Drafter, DraftSettings
 from coordinator.requests import Limits
 from coordinator.service import InferenceService
@@ -26,20 +27,17 @@ from coordinator.worker_client import WorkerClient
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
-from protos.limits import DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT
+from protos.limits import AUTO, DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT, NumDraftTokens
 from protos.status import TaskError
 from protos.wire import SERVER_OPTIONS
 from protos.worker_pb2 import (
     ENCODING_FULL,
     ENCODING_ONE_HOT,
     ENCODING_SPARSE,
-    RULE_BLOCK,
-    RULE_TOKEN,
     WorkerInfo,
 )
 
 ENCODINGS = {"sparse": ENCODING_SPARSE, "full": ENCODING_FULL, "one_hot": ENCODING_ONE_HOT}
-RULES = {"token": RULE_TOKEN, "block": RULE_BLOCK}
 
 
 class CoordinatorConfig(Binding):
@@ -50,7 +48,7 @@ class CoordinatorConfig(Binding):
     # Who shows it may ask how the deployment is; None: nobody may.
     control_token: SecretStr | None = Field(default=None, min_length=1)
     tokenizer_folder: Path | None = None  # None serves token ids only
-    num_draft_tokens: int = Field(default=3, ge=0, le=MAX_DRAFT_TOKENS)  # K unless a request says otherwise
+    num_draft_tokens: NumDraftTokens = "auto"  # K unless a request says otherwise
     max_num_draft_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
     rule: Literal["token", "block"] = "token"
     encoding: Literal["sparse", "full", "one_hot"] = "sparse"
@@ -118,7 +116,6 @@ class CoordinatorServer:
             config.draft_prefill_timeout_seconds,
         )
         verify_settings = VerifySettings(
-            RULES[config.rule],
             config.verify_timeout_seconds,
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
@@ -129,7 +126,9 @@ class CoordinatorServer:
             self._text = Text.load(config.tokenizer_folder)
         max_running = sum(verifier.num_slots for verifier in verifiers.workers)
         max_num_draft_tokens = config.max_num_draft_tokens if drafts else 0
-        num_draft_tokens = min(config.num_draft_tokens, max_num_draft_tokens)
+        is_auto = config.num_draft_tokens == AUTO
+        wanted = LONGEST if config.num_draft_tokens == AUTO else config.num_draft_tokens
+        num_draft_tokens = min(wanted, max_num_draft_tokens)
         max_length = min(client.info.max_length for client in targets)
         self._service = InferenceService(
             coordinator=self._id,
@@ -142,7 +141,9 @@ class CoordinatorServer:
                 max_choices=config.max_choices,
                 max_num_draft_tokens=max_num_draft_tokens,
                 default_max_tokens=min(config.default_max_tokens, max_length),
-                default_num_draft_tokens=num_draft_tokens,
+                num_draft_tokens=num_draft_tokens,
+                auto_draft_tokens=is_auto,
+                rule=config.rule,
             ),
             end_token_ids=target.end_token_ids,
             admission=Admission(max_running, config.max_waiting_sessions),
@@ -152,15 +153,16 @@ class CoordinatorServer:
                 vocab_size=target.vocab_size,
                 max_length=max_length,
                 num_draft_tokens=num_draft_tokens,
+                auto_draft_tokens=is_auto,
                 max_num_draft_tokens=max_num_draft_tokens,
                 max_choices=config.max_choices,
                 end_token_ids=target.end_token_ids,
                 max_running_sessions=max_running,
             ),
         )
-        fleets = [Fleet(targets, verifiers.workers, verifiers.num_sessions)]
+        fleets = [Fleet(targets, verifiers.workers)]
         if drafters is not None:
-            fleets.append(Fleet(drafts, drafters.workers, drafters.num_sessions))
+            fleets.append(Fleet(drafts, drafters.workers))
         self._control = ControlService(config.control_token, self._service, fleets)
 
     async def _serve(self) -> str:

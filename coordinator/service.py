@@ -17,6 +17,8 @@ from grpc_status import rpc_status
 
 from coordinator.admission import Admission
 from coordinator.decoding import decode
+from coordinator.draft_length import DraftLength
+from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter
 from coordinator.requests import Limits, Order, read_request
 from coordinator.sessions import Session
@@ -87,6 +89,7 @@ class InferenceService(InferenceServicer):
         self._admission = admission
         self._info = info
         self._session_numbers = itertools.count(1)
+        self._policy = DraftPolicy()
         self._running: dict[str, _Request] = {}
         self._num_requests = 0
         self._finished = Tally()
@@ -206,7 +209,7 @@ class InferenceService(InferenceServicer):
         try:
             async with self._admission.turn(), self._verifiers.place_in_slot() as verifier:
                 with self._place_drafter(session) as drafter:
-                    await decode(session, drafter, verifier, emit)
+                    await decode(session, drafter, verifier, self._policy, emit)
             assert session.finish_reason is not None, "decode returns when the session is finished"
             rest = text.flush() if text is not None else ""
             finished = Finished(choice=choice, reason=session.finish_reason, text=rest)
@@ -238,8 +241,10 @@ class InferenceService(InferenceServicer):
             max_length=self._limits.max_length,
             end_token_ids=frozenset() if order.ignore_end_tokens else self._end_token_ids,
             sampling=order.sampling,
+            rule=order.rule,
             num_draft_tokens=order.num_draft_tokens,
             tally=running.tally,
+            draft_length=DraftLength() if order.auto_draft_tokens else None,
         )
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from coordinator.acceptance import Likeness
+from coordinator.draft_length import DraftLength
 from coordinator.usage import Tally
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -21,7 +23,7 @@ from protos.inference_pb2 import (
     Origin,
 )
 from protos.prefix import TokenPrefix
-from protos.worker_pb2 import Sampling, SessionState, VerifyResult
+from protos.worker_pb2 import Rule, Sampling, SessionState, VerifyResult
 
 
 @dataclass(slots=True)
@@ -81,8 +83,11 @@ class Session:
     max_length: int  # of the target's context
     end_token_ids: frozenset[int]
     sampling: Sampling
-    num_draft_tokens: int  # K wanted
+    rule: "Rule"
+    num_draft_tokens: int  # K wanted; the most, where `draft_length` chooses
     tally: Tally
+    draft_length: DraftLength | None = None  # what chooses K; None: it is as wanted
+    likeness: Likeness = field(default_factory=Likeness)
     round: int = 0
     finish_reason: "FinishReason | None" = None
     target_seat: Seat = field(default_factory=Seat)
@@ -145,7 +150,7 @@ class Session:
 
     def _count_time(self, num_drafts: int) -> None:
         """Rounds of the kind asked for; the first of them, which takes in the prompt, is another kind."""
-        if self.round > 1 and (num_drafts > 0) == self.wants_drafts:
+        if self.round > 1 and (self.draft_length is not None or (num_drafts > 0) == self.wants_drafts):
             tally, lap = self.tally, self.lap
             tally.num_timed_rounds += 1
             tally.draft_ns += lap.draft_ns

@@ -22,32 +22,29 @@ class Worker(Protocol):
     def is_ready(self) -> bool:
         """Whether it can be asked now."""
 
+    num_sessions: int  # that are placed on it now
+
 
 W = TypeVar("W", bound=Worker)
 
 
 class Spread(Generic[W]):
-    """Workers of one role, and how many sessions each has."""
+    """Workers of one role."""
 
     def __init__(self, workers: Sequence[W]) -> None:
         """At least one worker."""
         self.workers = workers
-        self._num_sessions = [0] * len(workers)
         self._has_left = asyncio.Event()
-
-    def num_sessions(self, index: int) -> int:
-        """Sessions that are placed on a worker now."""
-        return self._num_sessions[index]
 
     @contextlib.contextmanager
     def place(self) -> Iterator[W]:
         """A session's worker for as long as the block lasts: a ready one before others, free slots or not."""
-        index = max(range(len(self.workers)), key=self._rank)
-        self._num_sessions[index] += 1
+        worker = max(self.workers, key=_rank)
+        worker.num_sessions += 1
         try:
-            yield self.workers[index]
+            yield worker
         finally:
-            self._num_sessions[index] -= 1
+            worker.num_sessions -= 1
             self._has_left.set()
 
     @contextlib.asynccontextmanager
@@ -64,10 +61,8 @@ class Spread(Generic[W]):
             yield worker
 
     def _has_free_slot(self) -> bool:
-        return any(
-            is_ready and num_free > 0 for is_ready, num_free in map(self._rank, range(len(self.workers)))
-        )
+        return any(is_ready and num_free > 0 for is_ready, num_free in map(_rank, self.workers))
 
-    def _rank(self, index: int) -> tuple[bool, int]:
-        worker = self.workers[index]
-        return worker.is_ready, worker.num_slots - self._num_sessions[index]
+
+def _rank(worker: Worker) -> tuple[bool, int]:
+    return worker.is_ready, worker.num_slots - worker.num_sessions

@@ -14,7 +14,7 @@ from coordinator.sessions import Session
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
 from protos.wire import digest
-from protos.worker_pb2 import Proposal, Rule, VerifyResult, VerifyTask
+from protos.worker_pb2 import Proposal, VerifyResult, VerifyTask
 
 PASSING = frozenset(  # what may be over a moment later
     {
@@ -32,7 +32,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 class VerifySettings:
     """How the target is asked."""
 
-    rule: "Rule"
     timeout_seconds: float  # of one attempt
     prefill_timeout_seconds: float  # of one attempt where the target holds nothing of the session
     patience_seconds: float  # of a round, from when its target was lost
@@ -51,13 +50,14 @@ class Verifier:
     def __init__(self, client: WorkerClient, settings: VerifySettings) -> None:
         """Ask `client`, which has started, as `settings` say."""
         self.num_slots = client.info.num_slots
-        self._client = client
+        self.num_sessions = 0  # that are placed here
+        self.client = client
         self._settings = settings
 
     @property
     def is_ready(self) -> bool:
         """Whether the target can be asked now."""
-        return self._client.is_connected
+        return self.client.is_connected
 
     @property
     def problem(self) -> str:
@@ -77,7 +77,7 @@ class Verifier:
             seed=session.seed,
             draft_key=session.draft_key,
             choice=session.choice,
-            rule=self._settings.rule,
+            rule=session.rule,
         )
         begun_ns = time.monotonic_ns()
         give_up: float | None = None
@@ -105,10 +105,10 @@ class Verifier:
 
     def forget(self, session: Session) -> None:
         """The session is over."""
-        self._client.release(session.id)
+        self.client.release(session.id)
 
     async def _ask(self, session: Session, task: VerifyTask) -> VerifyResult:
-        client, seat = self._client, session.target_seat
+        client, seat = self.client, session.target_seat
         info, length = client.info, len(session.tokens)
         is_prefill = seat.epoch != info.epoch or seat.length == 0
         timeout_seconds = (

@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import grpc
 
 from coordinator.credits import Credits
+from coordinator.wire_time import WireTime
 from protos import worker_pb2_grpc
 from protos.pass_cost import PassCost
 from protos.status import TaskError
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 FLUSH_SECONDS = 1.0
+ECHO_SECONDS = 1.0  # between empty round trips of a silent stream
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
 MAX_KEPT_RELEASES = 4096  # for a worker that is away; further slots are freed by their lease
 RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
@@ -53,6 +56,7 @@ class WorkerClient:
         self.address = address
         self.num_stale_replies = 0
         self.cost: PassCost | None = None  # what its passes take, as last told in this life
+        self.wire = WireTime()
         self._coordinator = coordinator
         self._info: WorkerInfo | None = None
         self._generation = 0
@@ -62,6 +66,8 @@ class WorkerClient:
         self._outgoing: list[tuple[str, Sealed]] = []  # with the session of each
         self._flushed = asyncio.Event()
         self._released: list[str] = []
+        self._echo = 0  # to be asked for
+        self._echo_asked = (0, 0)  # which one, and when in ns
         self._wake = asyncio.Event()
         self._credits = Credits()
 
@@ -158,12 +164,17 @@ class WorkerClient:
         task_id = next(self._task_ids)
         future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
         self._waiting[task_id] = future
+        asked_ns = time.monotonic_ns()
         self._outgoing.append((task.state.session, seal(task_id, task)))
         self._wake.set()
         try:
-            return await future
+            reply = await future
         finally:
             del self._waiting[task_id]
+        outcome = reply.draft if reply.HasField("draft") else reply.verify
+        if outcome.times.total_ns:
+            self.wire.learn(time.monotonic_ns() - asked_ns - outcome.times.total_ns)
+        return reply
 
     def _adopt(self, info: WorkerInfo) -> None:
         """A life of the worker to send tasks to."""
@@ -222,6 +233,7 @@ class WorkerClient:
         """Until the stream breaks."""
         call = self._open_stream()
         writer = asyncio.create_task(self._write(call))
+        timer = asyncio.create_task(self._ask_for_echoes())
         try:
             await self._read(call)
             reason = "the worker closed the stream"
@@ -231,9 +243,18 @@ class WorkerClient:
             reason = error.message
         finally:
             writer.cancel()
+            timer.cancel()
             call.cancel()
         logger.warning("lost the %s worker at %s: %s", self.role, self.address, reason)
         self._disconnected(reason)
+
+    async def _ask_for_echoes(self) -> None:
+        """Empty round trips tell what the wire takes while no tasks do."""
+        while True:
+            if not self._waiting:
+                self._echo = next(self._task_ids)
+                self._wake.set()
+            await asyncio.sleep(ECHO_SECONDS)
 
     async def _write(self, call: Any) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
@@ -248,7 +269,12 @@ class WorkerClient:
                     if task.task_id in self._waiting and session not in released
                 ]
                 self._outgoing = []
-                batch = TaskBatch(generation=self._generation, tasks=tasks, released_sessions=released)
+                echo, self._echo = self._echo, 0
+                if echo:
+                    self._echo_asked = (echo, time.monotonic_ns())
+                batch = TaskBatch(
+                    generation=self._generation, tasks=tasks, released_sessions=released, echo=echo
+                )
                 await call.write(batch)
                 if not self._released:
                     self._flushed.set()
@@ -261,6 +287,8 @@ class WorkerClient:
             if batch.generation != self._generation:
                 self.num_stale_replies += len(batch.replies)
                 continue
+            if batch.echo and batch.echo == self._echo_asked[0]:
+                self.wire.learn(time.monotonic_ns() - self._echo_asked[1])
             if batch.HasField("cost"):
                 self._learn(batch.cost)
             for sealed in batch.replies:

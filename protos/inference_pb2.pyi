@@ -32,7 +32,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "num_draft_tokens", "ignore_end_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AUTO_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
@@ -72,13 +74,15 @@ class GenerateRequest(_message.Message):
     n: int
     num_draft_tokens: int
     ignore_end_tokens: bool
+    auto_draft_tokens: bool
+    rule: str
     stop: _containers.RepeatedScalarFieldContainer[str]
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., ignore_end_tokens: _Optional[bool] = ..., stop: _Optional[_Iterable[str]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., ignore_end_tokens: _Optional[bool] = ..., auto_draft_tokens: _Optional[bool] = ..., rule: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -217,12 +221,13 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("target_model", "draft_model", "vocab_size", "max_length", "num_draft_tokens", "max_num_draft_tokens", "max_choices", "end_token_ids", "max_running_sessions", "num_running_sessions", "num_waiting_sessions")
+    __slots__ = ("target_model", "draft_model", "vocab_size", "max_length", "num_draft_tokens", "auto_draft_tokens", "max_num_draft_tokens", "max_choices", "end_token_ids", "max_running_sessions", "num_running_sessions", "num_waiting_sessions")
     TARGET_MODEL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AUTO_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -234,10 +239,11 @@ class ModelInfo(_message.Message):
     vocab_size: int
     max_length: int
     num_draft_tokens: int
+    auto_draft_tokens: bool
     max_num_draft_tokens: int
     max_choices: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_running_sessions: int
     num_running_sessions: int
     num_waiting_sessions: int
-    def __init__(self, target_model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., max_num_draft_tokens: _Optional[int] = ..., max_choices: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_running_sessions: _Optional[int] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ...) -> None: ...
+    def __init__(self, target_model: _Optional[str] = ..., draft_model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_length: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., auto_draft_tokens: _Optional[bool] = ..., max_num_draft_tokens: _Optional[int] = ..., max_choices: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_running_sessions: _Optional[int] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ...) -> None: ...

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\"A\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\"\xf0\x01\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x15\n\rend_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x14\n\x0ctask_credits\x18\n \x01(\r\x12\x14\n\x0c\x62yte_credits\x18\x0b \x01(\x04\"\x12\n\x10GetStatusRequest\"\x94\x01\n\x0cWorkerStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x11\n\tnum_tasks\x18\x04 \x01(\r\x12\x12\n\nprocess_id\x18\x05 \x01(\r\x12#\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x15.outrider.v1.PassCost\"e\n\x08PassCost\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x02\x12\x1c\n\x14seconds_per_position\x18\x03 \x01(\x02\x12\x1c\n\x14seconds_per_sequence\x18\x04 \x01(\x02\"Y\n\x0cScoreRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\"7\n\nScoreReply\x12)\n\x04rows\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.ProbabilityRow\"4\n\x0eProbabilityRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x15\n\rprobabilities\x18\x02 \x01(\x0c\"^\n\tTaskBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\"\n\x05tasks\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12\x19\n\x11released_sessions\x18\x03 \x03(\t\"k\n\nReplyBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12$\n\x07replies\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12#\n\x04\x63ost\x18\x03 \x01(\x0b\x32\x15.outrider.v1.PassCost\"7\n\x06Sealed\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x99\x01\n\x0cSessionState\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\r\x12\x12\n\nstart_hash\x18\x06 \x01(\x06\x12\x0e\n\x06tokens\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x08 \x01(\x04\"L\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\"\xe9\x01\n\tDraftTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x11\n\tdraft_key\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Encoding\x12\x0f\n\x07support\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\"(\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"(\n\x05QRows\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.outrider.v1.QRow\"\x8d\x01\n\x04QRow\x12(\n\x06sparse\x18\x01 \x01(\x0b\x32\x16.outrider.v1.SparseRowH\x00\x12$\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x14.outrider.v1.FullRowH\x00\x12)\n\x07one_hot\x18\x03 \x01(\x0b\x32\x16.outrider.v1.OneHotRowH\x00\x42\n\n\x08\x65ncoding\"(\n\tSparseRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x19\n\x07\x46ullRow\x12\x0e\n\x06\x63ounts\x18\x01 \x01(\x0c\"\x0b\n\tOneHotRow\"\xea\x01\n\nVerifyTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x11\n\tdraft_key\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x04rule\x18\x08 \x01(\x0e\x32\x11.outrider.v1.Rule\"\xbd\x01\n\tTaskReply\x12)\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.outrider.v1.VerifyResultH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12(\n\x05score\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ScoreReplyH\x00\x42\t\n\x07outcome\"]\n\x0b\x44raftResult\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\"\xb8\x01\n\x0cVerifyResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\x19\n\x11num_unusable_rows\x18\x04 \x01(\r\x12\x1d\n\x15num_redraw_mismatches\x18\x05 \x01(\r\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\x12\x12\n\nsum_min_pq\x18\x07 \x01(\x01\"@\n\tWorkTimes\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0f\n\x07pass_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04*b\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x01\x12\x11\n\rENCODING_FULL\x10\x02\x12\x14\n\x10\x45NCODING_ONE_HOT\x10\x03*<\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x32\xd3\x01\n\x05\x44raft\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12>\n\x07Propose\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1d.outrider.v1.GetStatusRequest\x1a\x19.outrider.v1.WorkerStatus2\x90\x02\n\x06Target\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12=\n\x06Verify\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1d.outrider.v1.GetStatusRequest\x1a\x19.outrider.v1.WorkerStatus\x12;\n\x05Score\x12\x19.outrider.v1.ScoreRequest\x1a\x17.outrider.v1.ScoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x0boutrider.v1\x1a\x17google/rpc/status.proto\"A\n\x10HandshakeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0b\x63oordinator\x18\x02 \x01(\t\"\xf0\x01\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x05 \x01(\t\x12\x12\n\nmax_length\x18\x06 \x01(\r\x12\x15\n\rend_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x11\n\tnum_slots\x18\t \x01(\r\x12\x14\n\x0ctask_credits\x18\n \x01(\r\x12\x14\n\x0c\x62yte_credits\x18\x0b \x01(\x04\"\x12\n\x10GetStatusRequest\"\x94\x01\n\x0cWorkerStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x11\n\tnum_tasks\x18\x04 \x01(\r\x12\x12\n\nprocess_id\x18\x05 \x01(\r\x12#\n\x04\x63ost\x18\x06 \x01(\x0b\x32\x15.outrider.v1.PassCost\"e\n\x08PassCost\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x02\x12\x1c\n\x14seconds_per_position\x18\x03 \x01(\x02\x12\x1c\n\x14seconds_per_sequence\x18\x04 \x01(\x02\"Y\n\x0cScoreRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\"7\n\nScoreReply\x12)\n\x04rows\x18\x01 \x03(\x0b\x32\x1b.outrider.v1.ProbabilityRow\"4\n\x0eProbabilityRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x15\n\rprobabilities\x18\x02 \x01(\x0c\"l\n\tTaskBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\"\n\x05tasks\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12\x19\n\x11released_sessions\x18\x03 \x03(\t\x12\x0c\n\x04\x65\x63ho\x18\x04 \x01(\x04\"y\n\nReplyBatch\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12$\n\x07replies\x18\x02 \x03(\x0b\x32\x13.outrider.v1.Sealed\x12#\n\x04\x63ost\x18\x03 \x01(\x0b\x32\x15.outrider.v1.PassCost\x12\x0c\n\x04\x65\x63ho\x18\x04 \x01(\x04\"7\n\x06Sealed\x12\x0f\n\x07task_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x62ody\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"\x99\x01\n\x0cSessionState\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x04 \x01(\r\x12\r\n\x05start\x18\x05 \x01(\r\x12\x12\n\nstart_hash\x18\x06 \x01(\x06\x12\x0e\n\x06tokens\x18\x07 \x01(\x0c\x12\x12\n\ntimeout_ns\x18\x08 \x01(\x04\"L\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\"\xe9\x01\n\tDraftTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x11\n\tdraft_key\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\'\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x15.outrider.v1.Encoding\x12\x0f\n\x07support\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\"(\n\x08Proposal\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"(\n\x05QRows\x12\x1f\n\x04rows\x18\x01 \x03(\x0b\x32\x11.outrider.v1.QRow\"\x8d\x01\n\x04QRow\x12(\n\x06sparse\x18\x01 \x01(\x0b\x32\x16.outrider.v1.SparseRowH\x00\x12$\n\x04\x66ull\x18\x02 \x01(\x0b\x32\x14.outrider.v1.FullRowH\x00\x12)\n\x07one_hot\x18\x03 \x01(\x0b\x32\x16.outrider.v1.OneHotRowH\x00\x42\n\n\x08\x65ncoding\"(\n\tSparseRow\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\"\x19\n\x07\x46ullRow\x12\x0e\n\x06\x63ounts\x18\x01 \x01(\x0c\"\x0b\n\tOneHotRow\"\xea\x01\n\nVerifyTask\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.outrider.v1.SessionState\x12\'\n\x08proposal\x18\x02 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x11\n\tdraft_key\x18\x06 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x04rule\x18\x08 \x01(\x0e\x32\x11.outrider.v1.Rule\"\xbd\x01\n\tTaskReply\x12)\n\x05\x64raft\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DraftResultH\x00\x12+\n\x06verify\x18\x02 \x01(\x0b\x32\x19.outrider.v1.VerifyResultH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12(\n\x05score\x18\x04 \x01(\x0b\x32\x17.outrider.v1.ScoreReplyH\x00\x42\t\n\x07outcome\"]\n\x0b\x44raftResult\x12\'\n\x08proposal\x18\x01 \x01(\x0b\x32\x15.outrider.v1.Proposal\x12%\n\x05times\x18\x02 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\"\xb8\x01\n\x0cVerifyResult\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\r\x12\x19\n\x11num_unusable_rows\x18\x04 \x01(\r\x12\x1d\n\x15num_redraw_mismatches\x18\x05 \x01(\r\x12%\n\x05times\x18\x06 \x01(\x0b\x32\x16.outrider.v1.WorkTimes\x12\x12\n\nsum_min_pq\x18\x07 \x01(\x01\"@\n\tWorkTimes\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0f\n\x07pass_ns\x18\x02 \x01(\x04\x12\x10\n\x08total_ns\x18\x03 \x01(\x04*b\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x01\x12\x11\n\rENCODING_FULL\x10\x02\x12\x14\n\x10\x45NCODING_ONE_HOT\x10\x03*<\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0e\n\nRULE_TOKEN\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x32\xd3\x01\n\x05\x44raft\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12>\n\x07Propose\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1d.outrider.v1.GetStatusRequest\x1a\x19.outrider.v1.WorkerStatus2\x90\x02\n\x06Target\x12\x43\n\tHandshake\x12\x1d.outrider.v1.HandshakeRequest\x1a\x17.outrider.v1.WorkerInfo\x12=\n\x06Verify\x12\x16.outrider.v1.TaskBatch\x1a\x17.outrider.v1.ReplyBatch(\x01\x30\x01\x12\x45\n\tGetStatus\x12\x1d.outrider.v1.GetStatusRequest\x1a\x19.outrider.v1.WorkerStatus\x12;\n\x05Score\x12\x19.outrider.v1.ScoreRequest\x1a\x17.outrider.v1.ScoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=2666
-  _globals['_ENCODING']._serialized_end=2764
-  _globals['_RULE']._serialized_start=2766
-  _globals['_RULE']._serialized_end=2826
+  _globals['_ENCODING']._serialized_start=2694
+  _globals['_ENCODING']._serialized_end=2792
+  _globals['_RULE']._serialized_start=2794
+  _globals['_RULE']._serialized_end=2854
   _globals['_HANDSHAKEREQUEST']._serialized_start=61
   _globals['_HANDSHAKEREQUEST']._serialized_end=126
   _globals['_WORKERINFO']._serialized_start=129
@@ -53,41 +53,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROBABILITYROW']._serialized_start=793
   _globals['_PROBABILITYROW']._serialized_end=845
   _globals['_TASKBATCH']._serialized_start=847
-  _globals['_TASKBATCH']._serialized_end=941
-  _globals['_REPLYBATCH']._serialized_start=943
-  _globals['_REPLYBATCH']._serialized_end=1050
-  _globals['_SEALED']._serialized_start=1052
-  _globals['_SEALED']._serialized_end=1107
-  _globals['_SESSIONSTATE']._serialized_start=1110
-  _globals['_SESSIONSTATE']._serialized_end=1263
-  _globals['_SAMPLING']._serialized_start=1265
-  _globals['_SAMPLING']._serialized_end=1341
-  _globals['_DRAFTTASK']._serialized_start=1344
-  _globals['_DRAFTTASK']._serialized_end=1577
-  _globals['_PROPOSAL']._serialized_start=1579
-  _globals['_PROPOSAL']._serialized_end=1619
-  _globals['_QROWS']._serialized_start=1621
-  _globals['_QROWS']._serialized_end=1661
-  _globals['_QROW']._serialized_start=1664
-  _globals['_QROW']._serialized_end=1805
-  _globals['_SPARSEROW']._serialized_start=1807
-  _globals['_SPARSEROW']._serialized_end=1847
-  _globals['_FULLROW']._serialized_start=1849
-  _globals['_FULLROW']._serialized_end=1874
-  _globals['_ONEHOTROW']._serialized_start=1876
-  _globals['_ONEHOTROW']._serialized_end=1887
-  _globals['_VERIFYTASK']._serialized_start=1890
-  _globals['_VERIFYTASK']._serialized_end=2124
-  _globals['_TASKREPLY']._serialized_start=2127
-  _globals['_TASKREPLY']._serialized_end=2316
-  _globals['_DRAFTRESULT']._serialized_start=2318
-  _globals['_DRAFTRESULT']._serialized_end=2411
-  _globals['_VERIFYRESULT']._serialized_start=2414
-  _globals['_VERIFYRESULT']._serialized_end=2598
-  _globals['_WORKTIMES']._serialized_start=2600
-  _globals['_WORKTIMES']._serialized_end=2664
-  _globals['_DRAFT']._serialized_start=2829
-  _globals['_DRAFT']._serialized_end=3040
-  _globals['_TARGET']._serialized_start=3043
-  _globals['_TARGET']._serialized_end=3315
+  _globals['_TASKBATCH']._serialized_end=955
+  _globals['_REPLYBATCH']._serialized_start=957
+  _globals['_REPLYBATCH']._serialized_end=1078
+  _globals['_SEALED']._serialized_start=1080
+  _globals['_SEALED']._serialized_end=1135
+  _globals['_SESSIONSTATE']._serialized_start=1138
+  _globals['_SESSIONSTATE']._serialized_end=1291
+  _globals['_SAMPLING']._serialized_start=1293
+  _globals['_SAMPLING']._serialized_end=1369
+  _globals['_DRAFTTASK']._serialized_start=1372
+  _globals['_DRAFTTASK']._serialized_end=1605
+  _globals['_PROPOSAL']._serialized_start=1607
+  _globals['_PROPOSAL']._serialized_end=1647
+  _globals['_QROWS']._serialized_start=1649
+  _globals['_QROWS']._serialized_end=1689
+  _globals['_QROW']._serialized_start=1692
+  _globals['_QROW']._serialized_end=1833
+  _globals['_SPARSEROW']._serialized_start=1835
+  _globals['_SPARSEROW']._serialized_end=1875
+  _globals['_FULLROW']._serialized_start=1877
+  _globals['_FULLROW']._serialized_end=1902
+  _globals['_ONEHOTROW']._serialized_start=1904
+  _globals['_ONEHOTROW']._serialized_end=1915
+  _globals['_VERIFYTASK']._serialized_start=1918
+  _globals['_VERIFYTASK']._serialized_end=2152
+  _globals['_TASKREPLY']._serialized_start=2155
+  _globals['_TASKREPLY']._serialized_end=2344
+  _globals['_DRAFTRESULT']._serialized_start=2346
+  _globals['_DRAFTRESULT']._serialized_end=2439
+  _globals['_VERIFYRESULT']._serialized_start=2442
+  _globals['_VERIFYRESULT']._serialized_end=2626
+  _globals['_WORKTIMES']._serialized_start=2628
+  _globals['_WORKTIMES']._serialized_end=2692
+  _globals['_DRAFT']._serialized_start=2857
+  _globals['_DRAFT']._serialized_end=3068
+  _globals['_TARGET']._serialized_start=3071
+  _globals['_TARGET']._serialized_end=3343
 # @@protoc_insertion_point(module_scope)

@@ -119,24 +119,28 @@ class ProbabilityRow(_message.Message):
     def __init__(self, ids: _Optional[bytes] = ..., probabilities: _Optional[bytes] = ...) -> None: ...
 
 class TaskBatch(_message.Message):
-    __slots__ = ("generation", "tasks", "released_sessions")
+    __slots__ = ("generation", "tasks", "released_sessions", "echo")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     generation: int
     tasks: _containers.RepeatedCompositeFieldContainer[Sealed]
     released_sessions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, generation: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., released_sessions: _Optional[_Iterable[str]] = ...) -> None: ...
+    echo: int
+    def __init__(self, generation: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., released_sessions: _Optional[_Iterable[str]] = ..., echo: _Optional[int] = ...) -> None: ...
 
 class ReplyBatch(_message.Message):
-    __slots__ = ("generation", "replies", "cost")
+    __slots__ = ("generation", "replies", "cost", "echo")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     generation: int
     replies: _containers.RepeatedCompositeFieldContainer[Sealed]
     cost: PassCost
-    def __init__(self, generation: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ...) -> None: ...
+    echo: int
+    def __init__(self, generation: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[Sealed, _Mapping]]] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., echo: _Optional[int] = ...) -> None: ...
 
 class Sealed(_message.Message):
     __slots__ = ("task_id", "body", "crc32c")

@@ -474,11 +474,11 @@ def from_scratch(patched: pytest.MonkeyPatch) -> None:
             raise ConnectionError("killed")
         return await ask(verifier, session, proposal)
 
-    async def restart(session: Session, drafter: Any, verifier: Verifier, emit: Any) -> None:
+    async def restart(session: Session, drafter: Any, verifier: Verifier, policy: Any, emit: Any) -> None:
         while session.finish_reason is None:
             emitted: list[Any] = []
             try:
-                await decode(session, drafter, verifier, emitted.extend)
+                await decode(session, drafter, verifier, policy, emitted.extend)
             except ConnectionError:
                 session.tokens.truncate(session.num_prompt_tokens)
                 session.seed += 1 << 40

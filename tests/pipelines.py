@@ -57,6 +57,7 @@ async def pipeline(
 ) -> AsyncIterator[Pipeline]:
     """Serve the models; keyword arguments go into the CoordinatorConfig."""
     secret = None if control_token is None else SecretStr(control_token)
+    settings = {"control_token": secret, "num_draft_tokens": 3, **coordinator}
     worker = worker or WorkerConfig(control_token=secret)
     async with contextlib.AsyncExitStack() as stack:
         target_server = WorkerServer("target", target, ModelIdentity("t", "", end_token_ids, "table"), worker)
@@ -67,7 +68,7 @@ async def pipeline(
             draft_server = WorkerServer("draft", draft, ModelIdentity("d", "", (), "table"), worker)
             addresses["drafts"] = [await draft_server.start()]
             stack.push_async_callback(draft_server.stop, 0.1)
-        server = CoordinatorServer(CoordinatorConfig(**{**addresses, "control_token": secret, **coordinator}))
+        server = CoordinatorServer(CoordinatorConfig(**{**addresses, **settings}))
         address = await server.start()
         stack.push_async_callback(server.stop, 0.1)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))

@@ -282,7 +282,7 @@ def test_a_deployment_that_is_up_is_used_and_named(up: _Service) -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "Hello [you]�\n"
     assert f"On the deployment 'default' at {up.address}" in result.stderr
-    assert "target their-target, draft their-draft, K = 5" in result.stderr
+    assert "target their-target, draft their-draft, 5 draft tokens a round" in result.stderr
     [request] = up.requests
     assert request.chat.messages[0].content == "Hi"  # its target has a template
     assert not request.HasField("num_draft_tokens")  # the deployment's own
@@ -302,7 +302,7 @@ def test_private_or_a_model_ask_for_a_private_deployment(
     monkeypatch.setattr(generate_command, "starting_ray", _ray(fail))
     assert "Not today." in _generate("Hi", "--target", target, "--draft", "none").stderr
     assert "Not today." in _generate("Hi", "--target", target, "--draft", target, "--private").stderr
-    assert [plan.num_draft_tokens for plan in plans] == [0, 3]
+    assert [plan.num_draft_tokens for plan in plans] == [0, "auto"]
     result = _generate("Hi", "--target", target, "--deployment", "default")
     assert (result.exit_code, "--deployment is default" in result.stderr) == (2, True)
 

@@ -178,7 +178,7 @@ async def test_when_a_target_is_lost_its_streams_end_and_the_others_take_turns_i
 
 
 async def test_a_drafter_at_fault_is_said_to_be_and_gets_no_session() -> None:
-    async with _many(1, 2) as (address, _), grpc.aio.insecure_channel(address) as channel:
+    async with _many(1, 2, num_draft_tokens=3) as (address, _), grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CountRow, "draw", lambda row, coin: int(row.ids[0]))  # at both ends

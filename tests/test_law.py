@@ -67,7 +67,7 @@ class Case:
     """A way to run the pipeline."""
 
     rule: str
-    k: int
+    k: int | str
     drafter: NextLogits
     encoding: str = "sparse"
     support: int = 64
@@ -89,6 +89,8 @@ CASES = {
     "token, K 4, good, full q": Case("token", 4, GOOD, "full"),
     "token, K 3, q cut to 2 of 3 ids": Case("token", 3, GOOD, support=2),
     "token, K 3, arbitrary under one-hot rows": Case("token", 3, Arbitrary(), "one_hot"),
+    "token, K as it pays, good": Case("token", "auto", GOOD),
+    "block, K as it pays, good": Case("block", "auto", GOOD),
     "block, K 1, bad": Case("block", 1, BAD),
     "block, K 2, good": Case("block", 2, GOOD),
     "block, K 3, hostile": Case("block", 3, hostile),

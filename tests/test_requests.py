@@ -14,6 +14,7 @@ from coordinator.requests import UNSUPPORTED, Limits, Order, read_request
 from coordinator.text import Text
 from protos.inference_pb2 import Chat, ChatMessage, GenerateRequest, TokenIds
 from protos.status import TaskError
+from protos.worker_pb2 import RULE_BLOCK, RULE_TOKEN
 
 LIMITS = Limits(
     vocab_size=256,
@@ -21,7 +22,9 @@ LIMITS = Limits(
     max_choices=4,
     max_num_draft_tokens=8,
     default_max_tokens=16,
-    default_num_draft_tokens=3,
+    num_draft_tokens=3,
+    auto_draft_tokens=False,
+    rule="token",
 )
 PROMPT = TokenIds(ids=[5, 0, 255])
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", {})
@@ -151,6 +154,29 @@ def test_what_lies_outside_its_range_is_refused_with_field_value_and_limit(
     assert limit in words
 
 
+def test_k_is_as_asked_or_open_up_to_a_bound() -> None:
+    order = read(auto_draft_tokens=True)
+    assert (order.num_draft_tokens, order.auto_draft_tokens) == (8, True)
+    order = read(auto_draft_tokens=True, num_draft_tokens=2)
+    assert (order.num_draft_tokens, order.auto_draft_tokens) == (2, True)
+    for limits, auto in (
+        (LIMITS, False),
+        (dataclasses.replace(LIMITS, num_draft_tokens=16, auto_draft_tokens=True), True),
+    ):
+        order = read_request(GenerateRequest(token_ids=PROMPT), None, limits)
+        assert order.auto_draft_tokens == auto
+        order = read_request(GenerateRequest(token_ids=PROMPT, num_draft_tokens=5), None, limits)
+        assert (order.num_draft_tokens, order.auto_draft_tokens) == (5, False)
+
+
+def test_the_rule_is_the_requests_or_the_deployments() -> None:
+    assert [read().rule, read(rule="block").rule] == [RULE_TOKEN, RULE_BLOCK]
+    blamed, words = refused(GenerateRequest(token_ids=PROMPT, rule="typical"))
+    assert blamed == "rule"
+    assert "'typical'" in words
+    assert "token, block" in words
+
+
 def test_a_request_id_has_a_limit() -> None:
     assert read(request_id="ü" * 128).request_id == "ü" * 128
     blamed, words = refused(GenerateRequest(token_ids=PROMPT, request_id="x" * 129))
@@ -187,7 +213,7 @@ def test_every_field_of_the_message_is_either_read_or_refused() -> None:
     """Guards against parameters that the API accepts and drops in silence."""
     read_fields = {
         *("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p"),
-        *("seed", "n", "num_draft_tokens", "ignore_end_tokens"),
+        *("seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule"),
     }
     assert read_fields | set(UNSUPPORTED) == {field.name for field in GenerateRequest.DESCRIPTOR.fields}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.draft_length import draft_length
+from coordinator.draft_length import draft_limit
 from coordinator.sessions import Seat, Session
 from coordinator.usage import Tally
 from protos.inference_pb2 import (
@@ -20,7 +20,7 @@ from protos.inference_pb2 import (
 )
 from protos.prefix import TokenPrefix
 from protos.wire import pack_tokens
-from protos.worker_pb2 import Sampling, VerifyResult
+from protos.worker_pb2 import RULE_TOKEN, Sampling, VerifyResult
 
 END = 9
 PROMPT = [1, 2, 3]
@@ -39,6 +39,7 @@ def session(**fields: Any) -> Session:
         "max_length": 1000,
         "end_token_ids": frozenset({END}),
         "sampling": Sampling(temperature=1.0, top_p=1.0),
+        "rule": RULE_TOKEN,
         "num_draft_tokens": 4,
         "tally": Tally(),
     }
@@ -262,7 +263,7 @@ def test_for_any_blocks_counts_are_consistent_and_limits_hold() -> None:
         one = session(max_tokens=generator.randint(1, 12), max_length=generator.randint(4, 16))
         said: list[int] = []
         while one.finish_reason is None:
-            k = draft_length(generator.randint(0, 5), one.num_remaining, len(one.tokens), 14)
+            k = min(generator.randint(0, 5), draft_limit(one.num_remaining, len(one.tokens), 14))
             drafts = [generator.randrange(10) for _ in range(k)]
             block = commit(one, drafts, generator.randint(0, k), generator.randrange(10))
             assert block, "every round commits something"
@@ -324,26 +325,3 @@ def test_a_worker_that_claims_a_length_that_cannot_be_is_sent_everything(length:
 
 
 # ---- draft length
-
-
-@pytest.mark.parametrize(
-    ("wanted", "num_remaining", "length", "draft_max_length", "expected"),
-    [
-        (4, 100, 10, 100, 4),  # nothing stands in the way
-        (0, 100, 10, 100, 0),
-        (4, 5, 10, 100, 4),  # four drafts and the token that every round adds
-        (4, 4, 10, 100, 3),
-        (4, 2, 10, 100, 1),
-        (4, 1, 10, 100, 0),  # the round's own token is the last
-        (4, 0, 10, 100, 0),
-        (4, 100, 97, 100, 4),  # the drafter holds 97 + 3 positions: all drafts but the last
-        (4, 100, 98, 100, 3),
-        (4, 100, 100, 100, 1),
-        (4, 100, 101, 100, 0),
-        (4, 100, 500, 100, 0),  # a drafter with a shorter context than the target's
-    ],
-)
-def test_draft_length_keeps_within_what_is_wanted_what_remains_and_the_drafter_s_context(
-    wanted: int, num_remaining: int, length: int, draft_max_length: int, expected: int
-) -> None:
-    assert draft_length(wanted, num_remaining, length, draft_max_length) == expected

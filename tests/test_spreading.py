@@ -15,6 +15,7 @@ from coordinator.spreading import Spread
 class Worker:
     num_slots: int
     is_ready: bool = True
+    num_sessions: int = 0
 
 
 def test_sessions_fill_workers_in_proportion_to_their_slots() -> None:
@@ -23,10 +24,10 @@ def test_sessions_fill_workers_in_proportion_to_their_slots() -> None:
     places = [spread.place() for _ in range(6)]
     for place in places:
         place.__enter__()
-    assert [spread.num_sessions(0), spread.num_sessions(1)] == [2, 4]
+    assert [spread.workers[0].num_sessions, spread.workers[1].num_sessions] == [2, 4]
     for place in places:
         place.__exit__(None, None, None)
-    assert [spread.num_sessions(0), spread.num_sessions(1)] == [0, 0]
+    assert [spread.workers[0].num_sessions, spread.workers[1].num_sessions] == [0, 0]
 
 
 def test_a_lost_worker_gets_no_new_session_while_another_is_ready() -> None:
@@ -47,7 +48,7 @@ async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
         async with spread.place_in_slot() as worker:
             order.append(number)
             assert worker is spread.workers[1]
-            assert spread.num_sessions(1) <= 2
+            assert spread.workers[1].num_sessions <= 2
             await hold.wait()
 
     holds = [asyncio.Event() for _ in range(4)]
@@ -59,17 +60,17 @@ async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
         await asyncio.sleep(0.01)
         assert len(order) == min(4, 3 + i)
     await asyncio.gather(*tasks)
-    assert spread.num_sessions(1) == 0
+    assert spread.workers[1].num_sessions == 0
 
 
 async def test_nobody_waits_for_a_slot_where_no_worker_is_ready() -> None:
     spread = Spread([Worker(1, is_ready=False)])
     async with spread.place_in_slot(), spread.place_in_slot():  # the worker's silence ends them, not ours
-        assert spread.num_sessions(0) == 2
+        assert spread.workers[0].num_sessions == 2
 
 
 def test_a_session_that_fails_leaves_its_worker() -> None:
     spread = Spread([Worker(1)])
     with pytest.raises(RuntimeError), spread.place():
         raise RuntimeError
-    assert spread.num_sessions(0) == 0
+    assert spread.workers[0].num_sessions == 0

@@ -50,7 +50,7 @@ def test_the_defaults_are_one_of_each_within_the_models_context(wish: StayingWis
     assert [name for name, _, _ in plan.workers()] == ["target-0", "drafter-0"]
     assert plan.draft is not None
     assert (plan.target.num_slots, plan.draft.num_slots) == (32, 32)
-    assert (plan.target.max_length, plan.num_draft_tokens, plan.port) == (MAX_LENGTH, 3, 7480)
+    assert (plan.target.max_length, plan.num_draft_tokens, plan.port) == (MAX_LENGTH, "auto", 7480)
 
 
 def test_every_session_of_the_targets_finds_a_place_at_a_drafter(wish: StayingWish) -> None:

@@ -36,8 +36,10 @@ class TaskStream:
         self._bytes_in_flight = 0
         self._replies: list[tuple[Sealed, int]] = []  # with the size of the task that each answers
         self._changed = asyncio.Event()
+        self._echo = 0  # owed
         self._ended = False
         self._tell_cost_at = 0.0
+        self._told_rows: tuple[int, ...] = ()
 
     async def read(self, batches: AsyncIterator[TaskBatch]) -> None:
         """Take tasks until the coordinator closes the stream."""
@@ -48,6 +50,9 @@ class TaskStream:
                     self._passes.release(session)
                 for sealed in batch.tasks:
                     self._take(sealed)
+                if batch.echo:
+                    self._echo = batch.echo
+                    self._changed.set()
         finally:
             self._ended = True
             self._changed.set()
@@ -79,12 +84,13 @@ class TaskStream:
 
     async def next_replies(self) -> ReplyBatch | None:
         """The replies that are ready and fit a message; None when the stream is over and nothing is owed."""
-        while not self._replies:
+        while not self._replies and not self._echo:
             if self._ended and not self._in_flight:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        batch = ReplyBatch(generation=self._generation, cost=self._due_cost())
+        batch = ReplyBatch(generation=self._generation, cost=self._due_cost(), echo=self._echo)
+        self._echo = 0
         num_bytes = 0
         for reply, _ in self._replies:
             num_bytes += len(reply.body)
@@ -98,11 +104,11 @@ class TaskStream:
         return batch
 
     def _due_cost(self) -> PassCost | None:
-        """What passes take, when it is time to tell."""
-        cost = self._passes.cost if time.monotonic() >= self._tell_cost_at else None
-        if cost is None:
+        """What passes take, when it is time to tell, or when passes of another size are known."""
+        cost = self._passes.cost
+        if cost is None or (time.monotonic() < self._tell_cost_at and cost.rows == self._told_rows):
             return None
-        self._tell_cost_at = time.monotonic() + TELL_COST_SECONDS
+        self._tell_cost_at, self._told_rows = time.monotonic() + TELL_COST_SECONDS, cost.rows
         return cost.to_message()
 
 
