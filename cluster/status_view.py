@@ -19,6 +19,9 @@ from protos.pass_cost import PassCost, PassShape
 
 GB = 1e9
 _SHOWN_ROWS = (1, 4, 16, 64, 256)
+_ROWS_IN_WORDS = (
+    "rows: 1 of a target is a plain step; K drafts are K passes of a drafter and K + 1 rows of a target"
+)
 _COUNTS = (
     "num_requests",
     "num_completion_tokens",
@@ -49,6 +52,8 @@ def view(report: DeploymentReport) -> Group:
         ),
     ]
     passes = [Text(f"a pass of {actor.name}: {_cost(actor.cost)}") for actor in report.actors if actor.cost]
+    if passes:
+        passes.append(Text(_ROWS_IN_WORDS, "dim"))
     return Group(*lines, _table(report.actors), *passes, Text(_counts(report)), *map(Text, report.problems))
 
 

@@ -70,6 +70,7 @@ def test_what_passes_take_is_shown_where_it_is_known() -> None:
     text = _shown(report)
     assert "a pass of target-0: 1 row 38 ms, 4 rows 42 ms, 16 rows 94 ms, 64 rows 300 ms\n" in text
     assert "a pass of drafter-0: 1 row 3.1 ms\n" in text
+    assert "a plain step" in text
     coordinator, target, _ = json.loads(json.dumps(as_json(report)))["actors"]
     assert target["cost"]["rows"] == [1, 4, 64]
     assert target["cost"]["seconds"] == [0.0381, 0.042, 0.3]
