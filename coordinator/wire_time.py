@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 _SHARE = 0.1  # of a new round trip in what is known
+_SHORTEST_SECONDS = 1e-9  # by clocks of two processes it may be none
 _CLIP = 3.0  # times what is known: one that a busy moment held up counts as that
 
 
@@ -12,9 +13,9 @@ class WireTime:
 
     seconds: float = 0.0  # 0 until the first round trip
 
-    def learn(self, round_trip_ns: int) -> None:
+    def learn(self, seconds: float) -> None:
         """A round trip, less what the worker took."""
-        seconds = max(round_trip_ns, 1) / 1e9
+        seconds = max(seconds, _SHORTEST_SECONDS)
         if not self.seconds:
             self.seconds = seconds
         self.seconds += _SHARE * (min(seconds, _CLIP * self.seconds) - self.seconds)

@@ -67,7 +67,7 @@ class WorkerClient:
         self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._echo = 0  # to be asked for
-        self._echo_asked = (0, 0)  # which one, and when in ns
+        self._echoes: dict[int, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._credits = Credits()
 
@@ -158,6 +158,20 @@ class WorkerClient:
             self._released.append(session)
             self._wake.set()
 
+    async def echo(self) -> float:
+        """Seconds of an empty round trip. Raises TaskError(UNAVAILABLE) when there is no stream for it."""
+        if self._info is None:
+            raise TaskError.unavailable(f"the {self.role} worker at {self.address} is not connected")
+        asked_ns, number = time.monotonic_ns(), next(self._task_ids)
+        self._echoes[number] = answered = asyncio.get_running_loop().create_future()
+        self._echo = number
+        self._wake.set()
+        try:
+            await answered
+        finally:
+            del self._echoes[number]
+        return (time.monotonic_ns() - asked_ns) / 1e9
+
     async def _exchange(self, task: DraftTask | VerifyTask) -> TaskReply:
         if task.state.epoch != self.info.epoch:
             raise TaskError.stale(f"the {self.role} worker at {self.address} began another life")
@@ -173,7 +187,7 @@ class WorkerClient:
             del self._waiting[task_id]
         outcome = reply.draft if reply.HasField("draft") else reply.verify
         if outcome.times.total_ns:
-            self.wire.learn(time.monotonic_ns() - asked_ns - outcome.times.total_ns)
+            self.wire.learn((time.monotonic_ns() - asked_ns - outcome.times.total_ns) / 1e9)
         return reply
 
     def _adopt(self, info: WorkerInfo) -> None:
@@ -252,8 +266,7 @@ class WorkerClient:
         """Empty round trips tell what the wire takes while no tasks do."""
         while True:
             if not self._waiting:
-                self._echo = next(self._task_ids)
-                self._wake.set()
+                self.wire.learn(await self.echo())
             await asyncio.sleep(ECHO_SECONDS)
 
     async def _write(self, call: Any) -> None:
@@ -270,8 +283,6 @@ class WorkerClient:
                 ]
                 self._outgoing = []
                 echo, self._echo = self._echo, 0
-                if echo:
-                    self._echo_asked = (echo, time.monotonic_ns())
                 batch = TaskBatch(
                     generation=self._generation, tasks=tasks, released_sessions=released, echo=echo
                 )
@@ -287,8 +298,9 @@ class WorkerClient:
             if batch.generation != self._generation:
                 self.num_stale_replies += len(batch.replies)
                 continue
-            if batch.echo and batch.echo == self._echo_asked[0]:
-                self.wire.learn(time.monotonic_ns() - self._echo_asked[1])
+            for number, answered in self._echoes.items():
+                if number <= batch.echo and not answered.done():
+                    answered.set_result(None)
             if batch.HasField("cost"):
                 self._learn(batch.cost)
             for sealed in batch.replies:
@@ -311,7 +323,8 @@ class WorkerClient:
     def _disconnected(self, reason: str) -> None:
         self._info = None
         self._outgoing.clear()
-        for future in self._waiting.values():
+        futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._echoes.values()]
+        for future in futures:
             if not future.done():
                 error = TaskError.unavailable(f"lost the {self.role} worker at {self.address}: {reason}")
                 future.set_exception(error)

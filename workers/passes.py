@@ -70,6 +70,7 @@ class PassLoop:
         self._released: list[str] = []
         self._at_work: list[Work] = []
         self._closed = False
+        self._ended = False
         self._busy_at = math.inf  # until a coordinator is there
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -124,11 +125,12 @@ class PassLoop:
                     await self._wait_for_work(loop)
                 arrived, self._arrived = self._arrived, []
                 released, self._released = self._released, []
-                for work, outcome in await loop.run_in_executor(self._thread, self._step, arrived, released):
+                for work, outcome in await loop.run_in_executor(self._thread, self._turn, arrived, released):
                     work.reply(work.answer(outcome))
                 if not self._at_work and not self._arrived:
                     self._idle.set()
         finally:
+            self._ended = True
             self._thread.shutdown(wait=False)  # a pass that hangs must not hold up the event loop
 
     async def _wait_for_work(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -146,8 +148,15 @@ class PassLoop:
             except TimeoutError:
                 return
 
+    def _turn(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
+        """One turn on the model's thread: passes until something is answered, or something has come."""
+        answered = self._step(arrived, released)
+        while self._at_work and not (answered or self._arrived or self._released or self._ended):
+            answered = self._step([], [])
+        return answered
+
     def _step(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
-        """One turn on the model's thread: releases, arrivals, a pass. Returns what is answered."""
+        """Releases, arrivals, a pass. Returns what is answered."""
         answered: list[tuple[Work, TaskReply]] = []
         if arrived or released or self._at_work:
             self._busy_at = time.monotonic()

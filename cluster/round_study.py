@@ -1,0 +1,212 @@
+"""What a round costs beside the models: the coordinator's own time, and round trips.
+
+    python -m cluster.round_study --sessions 1,16,64,256 --draft-tokens 4
+
+Drafter and target are real workers in processes of their own, with table models whose passes take next to no
+time. This process is the coordinator without its public service: streams to clients are not counted. Drafts
+come from the target's own law, so nearly all are kept. CPU time is this process's, of all threads.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cluster.module_process import last_words, start_module
+from coordinator.decoding import decode
+from coordinator.draft_policy import DraftPolicy
+from coordinator.drafting import Drafter, DraftSettings
+from coordinator.sessions import Session
+from coordinator.usage import Tally
+from coordinator.verifying import Verifier, VerifySettings
+from coordinator.worker_client import WorkerClient
+from protos.prefix import TokenPrefix
+from protos.worker_pb2 import ENCODING_SPARSE, RULE_TOKEN, Sampling
+from workers.server import ModelIdentity, WorkerConfig, WorkerServer
+from workers.table_model import TableModel
+
+VOCAB_SIZE = 256
+NUM_ECHOES = 200
+SETTINGS = DraftSettings(ENCODING_SPARSE, 64, VOCAB_SIZE, 10.0, 60.0)
+PATIENCE = VerifySettings(60.0, 60.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one number of sessions cost."""
+
+    num_sessions: int
+    num_tokens: int
+    num_rounds: int
+    cpu_seconds: float
+    seconds: float
+    round_seconds: tuple[float, ...]  # of each round
+
+    def cells(self, echo_seconds: float) -> tuple[str, ...]:
+        """For the table."""
+        middle = median(self.round_seconds)
+        return (
+            str(self.num_sessions),
+            f"{self.num_tokens / self.num_rounds:.2f}",
+            f"{1e3 * middle:.2f}",
+            f"{1e3 * (middle - 2 * echo_seconds):.2f}",
+            f"{1e6 * self.cpu_seconds / self.num_tokens:.1f}",
+            f"{self.num_tokens / self.seconds:.0f}",
+        )
+
+
+def _law(seed: int) -> TableModel:
+    """One row for each last token, made beforehand."""
+    rows = np.random.default_rng(seed).normal(size=(VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
+    return TableModel(lambda prefix: rows[prefix[-1]], VOCAB_SIZE, num_slots=1024, max_length=1 << 20)
+
+
+async def _serve(role: Literal["draft", "target"]) -> None:
+    """A worker, until its input closes."""
+    identity = ModelIdentity(role, "", (), "table")
+    server = WorkerServer(role, _law(1), identity, WorkerConfig(calibration_seconds=0.0))
+    print(await server.start(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0.1)
+
+
+@contextlib.contextmanager
+def _worker(role: str) -> Iterator[str]:
+    """The address of a worker in a process of its own."""
+    with tempfile.TemporaryFile() as log:
+        process = start_module("cluster.round_study", "--serve", role, log=log)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().decode().strip()
+            if not address:
+                raise SystemExit(f"the {role} worker did not start: {last_words(log)}")
+            yield address
+        finally:
+            process.stdin.close()
+            process.wait(timeout=10)
+
+
+@contextlib.asynccontextmanager
+async def _connected(role: Literal["draft", "target"], address: str) -> AsyncIterator[WorkerClient]:
+    client = WorkerClient(role, address, "study")
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+async def _echo_seconds(client: WorkerClient) -> float:
+    """The median empty round trip over the client's stream."""
+    times = []
+    for _ in range(NUM_ECHOES):
+        times.append(await client.echo())
+    return median(times)
+
+
+async def _measure(clients: tuple[WorkerClient, WorkerClient], num_sessions: int, wish: Any) -> Measured:
+    drafter, verifier, policy = Drafter(clients[0], SETTINGS), Verifier(clients[1], PATIENCE), DraftPolicy()
+    rounds: list[float] = []
+    tally = Tally()
+
+    async def run(number: int) -> None:
+        session = Session(
+            id=f"study/{num_sessions}/{number}",
+            choice=0,
+            seed=number,
+            tokens=TokenPrefix([number % VOCAB_SIZE] * 32),
+            num_prompt_tokens=32,
+            max_tokens=wish.tokens,
+            max_length=1 << 20,
+            end_token_ids=frozenset(),
+            sampling=Sampling(temperature=1.0, top_p=1.0),
+            rule=RULE_TOKEN,
+            num_draft_tokens=wish.draft_tokens,
+            tally=tally,
+        )
+        last = time.monotonic()
+
+        def emit(_: object) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if session.lap.draft_ns:  # a round of the kind that is measured
+                rounds.append(now - last)
+            last = now
+
+        await decode(session, drafter, verifier, policy, emit)
+
+    began, cpu = time.monotonic(), _cpu_seconds()
+    await asyncio.gather(*(run(number) for number in range(num_sessions)))
+    return Measured(
+        num_sessions,
+        tally.num_completion_tokens,
+        tally.num_rounds,
+        _cpu_seconds() - cpu,
+        time.monotonic() - began,
+        tuple(rounds),
+    )
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+async def _study(wish: Any, addresses: tuple[str, str]) -> None:
+    async with (
+        _connected("draft", addresses[0]) as draft,
+        _connected("target", addresses[1]) as target,
+    ):
+        echo = (await _echo_seconds(draft) + await _echo_seconds(target)) / 2
+        table = Table(box=box.MARKDOWN)
+        heads = (
+            "sessions",
+            "tokens a round",
+            "round, ms",
+            "beyond two echoes, ms",
+            "CPU a token, us",
+            "tokens/s",
+        )
+        for name in heads:
+            table.add_column(name, justify="right", no_wrap=True)
+        for num_sessions in map(int, wish.sessions.split(",")):
+            await _measure((draft, target), num_sessions, argparse.Namespace(**{**vars(wish), "tokens": 20}))
+            table.add_row(*(await _measure((draft, target), num_sessions, wish)).cells(echo))
+        console = Console(width=110)
+        console.print(
+            f"K = {wish.draft_tokens}, {wish.tokens} tokens a session;"
+            f" an empty round trip takes {1e3 * echo:.2f} ms"
+        )
+        console.print(table)
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sessions", default="1,16,64,256")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--serve", choices=["draft", "target"], help=argparse.SUPPRESS)
+    wish = parser.parse_args()
+    if wish.serve:
+        asyncio.run(_serve(wish.serve))
+        return
+    with _worker("draft") as draft, _worker("target") as target:
+        asyncio.run(_study(wish, (draft, target)))
+
+
+if __name__ == "__main__":
+    main()
