@@ -70,7 +70,9 @@ def _child_of(pid: int) -> psutil.Process:
 @pytest.mark.ray
 def test_the_command_generates_and_leaves_nothing(pair: Pair) -> None:
     run = subprocess.Popen(
-        pair.command("--max-tokens", "40", "--seed", "3", "--temperature", "1", "--json"),
+        pair.command(
+            "--max-tokens", "40", "--draft-tokens", "3", "--seed", "3", "--temperature", "1", "--json"
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -143,7 +143,8 @@ def test_it_serves_spreads_sessions_shows_its_dead_and_leaves_nothing(
         assert [(actor.num_sessions, actor.num_slots) for actor in targets] == [(1, 3), (1, 3)]
         assert [_end_of(replies) for replies in running] == ["usage", "usage"]
 
-        done = _outrider("generate", "Hello", "--max-tokens", "9", "--json", "--temperature", "1")
+        wish = ("--max-tokens", "9", "--draft-tokens", "3", "--temperature", "1")
+        done = _outrider("generate", "Hello", "--json", *wish)
         assert done.returncode == 0, done.stderr
         assert f"On the deployment 'default' at {state.address}" in done.stderr
         assert json.loads(done.stdout)["usage"]["num_draft_tokens"] > 0
