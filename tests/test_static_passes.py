@@ -26,8 +26,8 @@ def weights_of(family: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 class Static(DecoderModel):
     """Runs passes of fixed shape wherever it is."""
 
-    def __init__(self, family: str) -> None:
-        config, tensors = weights_of(family)
+    def __init__(self, family: str, weights: tuple[dict[str, Any], dict[str, Tensor]] | None = None) -> None:
+        config, tensors = weights or weights_of(family)
         super().__init__(config, tensors, num_slots=NUM_SLOTS, max_length=MAX_LENGTH)
         self._static = StaticPasses(self._decoder, self._cache, self.num_slots, self.max_length)
 

@@ -21,8 +21,10 @@ from torch import Tensor
 from workers.checkpoints import ModelRefused, weight_files
 from workers.decoder import Decoder
 from workers.decoder_config import DecoderConfig, Json
+from workers.device_draws import Rules, draw, read_draws
+from workers.distributions import IntArray
 from workers.feeds import HeldPositions, checked_output_ids, split_logits, wanted_rows
-from workers.language_model import Feed, Logits
+from workers.language_model import Drawn, Draws, Feed, Logits
 from workers.products import Form
 from workers.slot_cache import Places, SlotCache, in_call_order
 from workers.static_passes import StaticPasses
@@ -65,10 +67,16 @@ class DecoderModel:
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
+        self._column_ids = None if isinstance(columns, slice) else columns.to(self._decoder.device)
         self._broken_from: dict[int, int] = {}  # by slot, the first position that is not finite: see `_run`
         self._static: StaticPasses | None = None
         if self._decoder.device.type == "cuda":
             self._static = StaticPasses(self._decoder, self._cache, num_slots, max_length)
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether passes have fixed shapes, whose tokens may stay on the device."""
+        return self._static is not None
 
     @classmethod
     def load(
@@ -115,6 +123,32 @@ class DecoderModel:
             logits[i] = row
         return logits
 
+    def draw(self, feeds: Sequence[Feed], draws: Sequence[Draws | None]) -> list[list[Drawn]] | None:
+        """Feed, then draw and feed on: see `DrawingModel.draw`."""
+        if self._broken_from:
+            return None
+        order = in_call_order(feeds)
+        drawing = [i for i in order if draws[i] is not None]
+        wanted = [draw for i in drawing if (draw := draws[i]) is not None]
+        ends = [feeds[i].start + len(feeds[i].tokens) for i in drawing]
+        slots = [feeds[i].slot for i in drawing]
+        for slot, end, draw in zip(slots, ends, wanted, strict=True):
+            if end + len(draw.coins) - 1 > self.max_length:
+                raise ValueError(f"{len(draw.coins)} draws of slot {slot} pass max_length {self.max_length}")
+        with self._positions.feeding(feeds):
+            table = self._draw([feeds[i] for i in order], slots, ends, wanted)
+        if table is None:
+            return None
+        drawn: list[list[Drawn]] = [[] for _ in feeds]
+        for i, tokens in zip(drawing, read_draws(table, wanted, self.output_ids), strict=True):
+            drawn[i] = tokens
+        fed = zip(slots, ends, (drawn[i][:-1] for i in drawing), strict=True)
+        with self._positions.feeding(
+            [Feed(slot, end, [one.token for one in tokens], 0) for slot, end, tokens in fed if tokens]
+        ):
+            pass  # they were, on the device
+        return drawn
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
         self._positions.truncate(slot, length)
@@ -122,23 +156,55 @@ class DecoderModel:
 
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`."""
-        decoder, wanted = self._decoder, wanted_rows(feeds)
         with torch.inference_mode():
-            if self._static is not None and self._static.fits(feeds):
-                logits, finite = self._static.run(feeds, wanted)
-            else:
-                places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
-                rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
-                logits, finite = decoder.logits(places, rows, self._cache)
+            logits, finite = self._logits(feeds)
             for feed in feeds:
                 self._forget_broken(feed.slot, feed.start)
             if self._broken_from or not finite:
-                return self._run_guarded(feeds, wanted)
+                return self._run_guarded(feeds)
             return np.asarray(logits.float().cpu().numpy())
 
-    def _run_guarded(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> Logits:
+    def _logits(self, feeds: Sequence[Feed]) -> tuple[Tensor, Tensor]:
+        """The same, still on its way, `[rows, C]`, and whether all rows are finite, `[]`."""
+        decoder, wanted = self._decoder, wanted_rows(feeds)
+        if self._static is not None and self._static.fits(feeds):
+            return self._static.run(feeds, wanted)
+        places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
+        rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
+        return decoder.logits(places, rows, self._cache)
+
+    def _draw(
+        self, feeds: Sequence[Feed], slots: Sequence[int], ends: Sequence[int], draws: Sequence[Draws]
+    ) -> IntArray | None:
+        """The rows of `device_draws.draw`, `[K, B, 2 S + 2]`; None where something takes the host's eyes."""
+        assert self._static is not None, "`can_draw` was asked"
+        num_draws = max(len(draw.coins) for draw in draws)
+        places = [
+            [end + i if i + 1 < len(draw.coins) else None for end, draw in zip(ends, draws, strict=True)]
+            for i in range(num_draws - 1)
+        ]
+        with torch.inference_mode():
+            steps = self._static.steps(slots, places) if places else None
+            if places and steps is None:
+                return None
+            rules = Rules.of(draws, self._decoder.num_columns, self._decoder.device)
+            logits, finite = self._logits(feeds)
+            all_finite, drawn = [finite.clone()], [draw(logits, rules, 0)]
+            for i in range(num_draws - 1):
+                assert steps is not None, "there are places"
+                columns = drawn[-1][:, -2]
+                tokens = columns if self._column_ids is None else self._column_ids[columns]
+                logits, finite = steps.run(i, tokens)
+                all_finite.append(finite)
+                drawn.append(draw(logits, rules, i + 1))
+            rows = torch.stack(drawn)
+            rows[..., -1] &= torch.stack(all_finite).all()
+            table = rows.cpu().numpy()  # the one time that the host waits
+        return None if not table[..., -1].all() else np.asarray(table)
+
+    def _run_guarded(self, feeds: Sequence[Feed]) -> Logits:
         """As `_run`, with NaN for every wanted row at or behind a position that is not finite."""
-        decoder = self._decoder
+        decoder, wanted = self._decoder, wanted_rows(feeds)
         places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
         rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
         logits, broken = decoder.guarded(places, rows, self._cache)

@@ -7,7 +7,7 @@ K draft tokens, L base length, V vocabulary, C logit columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from protos.worker_pb2 import (
 )
 from workers.counts import CountRow, one_hot, quantise, quantise_full
 from workers.distributions import Distribution, Rows, RowsOnDemand
-from workers.language_model import LanguageModel, Logits
+from workers.language_model import Drawn, Draws, LanguageModel, Logits
 from workers.randomness import Purpose, uniform
 from workers.rows import read_rows, write_rows
 from workers.sampling import SamplingSettings, distribution
@@ -108,14 +108,31 @@ class DraftJob(Job):
             return self._reply()  # the tokens before a row that cannot be computed are good
         if self._output_ids is not None:
             q = Distribution(self._output_ids[q.ids], q.probabilities)
-        base_length = self._task.state.base_length
-        position = base_length + len(self._tokens)
         row = self._make_row(q)
-        coin = uniform(self._task.draft_key, self._task.choice, base_length, position, Purpose.DRAFT)
-        self._tokens.append(row.draw(coin))
+        self._tokens.append(row.draw(self._coin(len(self._tokens))))
         self._rows.append(row)
         self.pending = self._tokens[-1:]
         return self._reply() if len(self._tokens) == self._task.num_draft_tokens else None
+
+    def draws(self, most: int) -> Draws | None:
+        """All at once, but for whole rows, which are left to the host."""
+        num_draws = min(self._task.num_draft_tokens, most)
+        if self._tokens or num_draws < 1 or self._task.encoding == ENCODING_FULL or self._out_of_time():
+            return None
+        support = 1 if self._task.encoding == ENCODING_ONE_HOT else self._task.support
+        coins = [self._coin(i) for i in range(num_draws)]
+        return Draws(self._settings, support, self._num_columns, coins)
+
+    def take(self, drawn: Sequence[Drawn]) -> TaskReply:
+        """The proposal, as if drawn here."""
+        self._tokens = [one.token for one in drawn]
+        self._rows = [one.row for one in drawn]
+        return self._reply()
+
+    def _coin(self, index: int) -> float:
+        base_length = self._task.state.base_length
+        key, choice = self._task.draft_key, self._task.choice
+        return uniform(key, choice, base_length, base_length + index, Purpose.DRAFT)
 
     def _reply(self) -> TaskReply:
         rows = write_rows(self._rows, self._task.vocab_size)

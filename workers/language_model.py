@@ -8,10 +8,13 @@ B feeds in a pass, T tokens in a feed, C logit columns, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from workers.counts import CountRow
+from workers.sampling import SamplingSettings
 
 Logits = NDArray[np.float32]  # [num_logits, C]
 
@@ -24,6 +27,24 @@ class Feed:
     start: int  # the slot must already hold exactly positions 0..start-1, or more (then they are overwritten)
     tokens: Sequence[int]  # T >= 1 ids in [0, V)
     num_logits: int  # logits wanted for the last num_logits positions of this feed, 0..T
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens wanted behind a feed, one after another, each drawn from the counts made of its row."""
+
+    settings: SamplingSettings
+    support: int  # ids of a row, at most
+    num_columns: int  # of the logits, the first ones: the others are not to be drawn
+    coins: Sequence[float]  # [K] uniforms on [0, 1), K >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token and the row that it was drawn from."""
+
+    token: int
+    row: CountRow
 
 
 class LanguageModel(Protocol):
@@ -56,3 +77,21 @@ class LanguageModel(Protocol):
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
+
+
+@runtime_checkable
+class DrawingModel(LanguageModel, Protocol):
+    """A model that can draw draft tokens where it computes, so that no draw waits for the host."""
+
+    @property
+    def can_draw(self) -> bool:
+        """Whether it does on this device: a CPU is the host."""
+
+    def draw(self, feeds: Sequence[Feed], draws: Sequence[Draws | None]) -> list[list[Drawn]] | None:
+        """Feed, then draw and feed on: as `forward` and K draws from its logits would, one pass a draw.
+
+        Feeds with draws want the logits of their last position alone. Afterwards their slots hold all that
+        was fed and drawn but the last token. Returns what was drawn, by feed; None where it takes the host,
+        as for a row that is no distribution: then all of it is to be fed again.
+        Raises ValueError on a feed that does not fit.
+        """

@@ -17,9 +17,10 @@ from protos.status import TaskError
 from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask
 from workers.calibration import Calibration
 from workers.cost_model import CostModel
-from workers.jobs import Job
-from workers.language_model import Feed, LanguageModel, Logits
+from workers.jobs import DraftJob, Job
+from workers.language_model import Feed, LanguageModel
 from workers.pass_plan import MIN_PREFILL_TOKENS, PassBounds, Pending, fast_rows, plan_pass
+from workers.pass_results import Planned, Result, compute
 from workers.slots import SlotTable
 from workers.work import Work
 
@@ -213,14 +214,14 @@ class PassLoop:
                 return True
         return False
 
-    def _plan(self) -> list[tuple[Work, Job, Feed]]:
+    def _plan(self) -> list[Planned]:
         """Feeds of the next pass."""
         jobs = [_job(work) for work in self._at_work]
         tasks = [_pending(job) for job in jobs]
         decoding = [work for work, task in zip(self._at_work, tasks, strict=True) if task.decodes]
         sizes = plan_pass(tasks, self._bounds(decoding))
         return [
-            (work, job, _feed(job, size))
+            Planned(work, job, _feed(job, size))
             for work, job, size in zip(self._at_work, jobs, sizes, strict=True)
             if size
         ]
@@ -240,35 +241,42 @@ class PassLoop:
             seconds = self._max_step_seconds - waited_ns / 1e9
         return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
-    def _run_pass(self, plan: list[tuple[Work, Job, Feed]], answered: list[tuple[Work, TaskReply]]) -> None:
+    def _run_pass(self, plan: list[Planned], answered: list[tuple[Work, TaskReply]]) -> None:
         started_ns = time.monotonic_ns()
         try:
-            all_logits = self._model.forward([feed for _, _, feed in plan])
-            if len(all_logits) != len(plan):
-                raise ValueError(f"the model answered {len(all_logits)} of {len(plan)} feeds")
+            results = compute(self._model, plan, self._cost_model.cost)
         except Exception:
             fault = _fault("a pass failed")
             if len(plan) == 1:
-                self._finish(plan[0][0], _error(fault), answered)
+                self._finish(plan[0].work, _error(fault), answered)
             else:  # find the one at fault; the others go on
                 for alone in plan:
                     self._run_pass([alone], answered)
             return
         pass_ns = time.monotonic_ns() - started_ns
-        shape = PassShape()
-        for (work, job, feed), logits in zip(plan, all_logits, strict=True):
+        shape, num_passes = PassShape(), 1
+        for planned, result in zip(plan, results, strict=True):
+            work, job, feed = planned.work, planned.job, planned.feed
             shape = shape.with_feed(feed.start, len(feed.tokens))
             work.started_ns = work.started_ns or started_ns
             work.pass_ns += pass_ns
             job.slot.tokens.extend(feed.tokens)
+            if isinstance(result, list):
+                num_passes = max(num_passes, len(result))
+                job.slot.tokens.extend([one.token for one in result[:-1]])
             del job.pending[: len(feed.tokens)]
             if not job.pending:
-                self._advance(work, job, logits, answered)
-        self._cost_model.observe(shape, (time.monotonic_ns() - started_ns) / 1e9)
+                self._advance(work, job, result, answered)
+        if num_passes == 1 or shape.num_rows <= 2 * shape.num_sequences:  # its passes were alike
+            self._cost_model.observe(shape, (time.monotonic_ns() - started_ns) / 1e9 / num_passes)
 
-    def _advance(self, work: Work, job: Job, logits: Logits, answered: list[tuple[Work, TaskReply]]) -> None:
+    def _advance(self, work: Work, job: Job, result: Result, answered: list[tuple[Work, TaskReply]]) -> None:
         try:
-            outcome = job.advance(logits)
+            if isinstance(result, list):
+                assert isinstance(job, DraftJob), "only drafts are drawn"
+                outcome: TaskReply | None = job.take(result)
+            else:
+                outcome = job.advance(result)
         except TaskError as error:
             self._finish(work, _error(error), answered)
         except Exception:

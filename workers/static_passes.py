@@ -63,6 +63,17 @@ class StaticPasses:
             assert static is not None, "`fits` was asked"
             return static.run(feeds, rows, [rows[i] for i in wanted])
 
+    def steps(self, slots: Sequence[int], positions: Sequence[Sequence[int | None]]) -> "Steps | None":
+        """Passes of one row a slot; `positions[i]` are those of pass i, None where a slot is not fed.
+
+        None where their graph could not be captured.
+        """
+        end = 1 + max(place for row in positions for place in row if place is not None)
+        shape = self._shape([Feed(slot, end - 1, (0,), 0) for slot in slots])
+        with self._on_device():
+            static = self._pass(shape)
+            return None if static is None else Steps(static, slots, positions, self._max_length)
+
     def _pass(self, shape: Shape) -> "_StaticPass | None":
         if shape not in self._passes:
             num_rows = min(MAX_PASS_ROWS, self._num_slots * MAX_ROWS)
@@ -91,6 +102,11 @@ class StaticPasses:
         )
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on its way to a device, without waiting for what the device is at."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def _power(size: int, least: int, most: int) -> int:
     """The smallest power of two that holds `size`, within limits."""
     return min(max(1 << (size - 1).bit_length(), least), most)
@@ -110,13 +126,13 @@ class _StaticPass:
     ) -> None:
         """`logits` `[at least B * T, C]` takes the result, until the next pass of any shape."""
         num_slots, num_rows, num_seen = shape
-        device = decoder.device
+        device = self.device = decoder.device
         slots = torch.arange(num_slots).repeat_interleave(num_rows)
         self._idle = torch.stack((slots, torch.full_like(slots, idle_position), torch.zeros_like(slots)))
         self._host, self._copied = self._idle.clone(), None
         if device.type == "cuda":
             self._host, self._copied = self._host.pin_memory(), torch.cuda.Event()
-        self._table = self._idle.to(device)
+        self._table, self._idle_there = self._idle.to(device), self._idle.to(device)
         self._logits, self._finite = logits[: len(slots)], torch.ones((), dtype=torch.bool, device=device)
         run = Run(slice(0, len(slots)), slice(0, num_slots), num_rows, start=0, end=num_seen, num_seen=0)
         wanted = torch.arange(len(slots), device=device)
@@ -143,7 +159,36 @@ class _StaticPass:
         if self._copied is not None:
             self._copied.record()
         self._compute()
-        return self._logits[list(wanted)], self._finite
+        return self._logits[sent(torch.tensor(wanted, dtype=torch.long), self.device)], self._finite
+
+    def step(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """One row a slot, all of it known on the device."""
+        self._table.copy_(self._idle_there)
+        self._table[1, rows] = positions
+        self._table[2, rows] = tokens
+        self._compute()
+        return self._logits[rows], self._finite.clone()
+
+
+class Steps:
+    """Consecutive passes of one row a slot, whose tokens need not be known to the host."""
+
+    def __init__(
+        self,
+        static: _StaticPass,
+        slots: Sequence[int],
+        positions: Sequence[Sequence[int | None]],
+        idle_position: int,
+    ) -> None:
+        """See `StaticPasses.steps`."""
+        self._static = static
+        places = [[idle_position if place is None else place for place in row] for row in positions]
+        table = sent(torch.tensor([slots, *places], dtype=torch.long), static.device)
+        self._rows, self._positions = table[0], table[1:]
+
+    def run(self, index: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed `tokens` `[B]`: the logits behind each, `[B, C]`, and whether all rows are finite, `[]`."""
+        return self._static.step(self._rows, self._positions[index], tokens)
 
 
 def _captured(compute: Callable[[], None], pool: Any) -> Callable[[], None]:

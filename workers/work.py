@@ -23,9 +23,14 @@ class Work:
     pass_ns: int = 0
     job: Job | None = None
 
+    @property
+    def seconds_left(self) -> float:
+        """Until the answer is of no more use."""
+        return (self.arrived_ns + self.task.state.timeout_ns - time.monotonic_ns()) / 1e9
+
     def out_of_time(self) -> bool:
         """Whether the answer is of no more use."""
-        return time.monotonic_ns() - self.arrived_ns >= self.task.state.timeout_ns
+        return self.seconds_left <= 0
 
     def answer(self, outcome: TaskReply) -> TaskReply:
         """The outcome with the times it took; as it is without a pass: an error, or a reply given before."""
