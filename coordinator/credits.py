@@ -1,8 +1,6 @@
 """Bounds what a stream has in flight: a number of tasks and of bytes. Knows nothing of what is sent."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 
 class Credits:
@@ -18,17 +16,25 @@ class Credits:
         """What the worker allows, from the handshake."""
         self._max_tasks, self._max_bytes = max_tasks, max_bytes
 
-    @contextlib.asynccontextmanager
-    async def borrow(self, size: int) -> AsyncIterator[None]:
-        """Wait for room for one task; a task larger than all credit goes alone."""
-        while self._tasks and (self._tasks >= self._max_tasks or self._bytes + size > self._max_bytes):
-            self._freed.clear()
-            await self._freed.wait()
+    def take(self, size: int) -> bool:
+        """Take room for one task, to be given back; False when there is none.
+
+        A task larger than all credit goes alone.
+        """
+        if self._tasks and (self._tasks >= self._max_tasks or self._bytes + size > self._max_bytes):
+            return False
         self._tasks += 1
         self._bytes += size
-        try:
-            yield
-        finally:
-            self._tasks -= 1
-            self._bytes -= size
-            self._freed.set()
+        return True
+
+    async def wait(self, size: int) -> None:
+        """Take room for one task as soon as there is some."""
+        while not self.take(size):
+            self._freed.clear()
+            await self._freed.wait()
+
+    def give_back(self, size: int) -> None:
+        """A task is over."""
+        self._tasks -= 1
+        self._bytes -= size
+        self._freed.set()

@@ -94,16 +94,13 @@ class Session:
     draft_seat: Seat = field(default_factory=Seat)
     lap: Lap = field(default_factory=Lap)
     wants_drafts: bool = field(init=False)  # as it began, whatever became of its drafter
+    draft_key: bytes = field(init=False)  # from the seed one way: a drafter cannot see the target's coins
 
     def __post_init__(self) -> None:
-        """Fix what was asked for."""
+        """Fix what was asked for, and the drafter's key."""
         self.wants_drafts = self.num_draft_tokens > 0
-
-    @property
-    def draft_key(self) -> bytes:
-        """The drafter's key: from the seed one way, so that a drafter cannot see the target's coins."""
         seed = self.seed.to_bytes(8, "little")
-        return hashlib.blake2b(seed, digest_size=16, person=b"outrider draft").digest()
+        self.draft_key = hashlib.blake2b(seed, digest_size=16, person=b"outrider draft").digest()
 
     @property
     def num_remaining(self) -> int:

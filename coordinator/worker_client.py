@@ -15,17 +15,17 @@ from typing import Any, Literal
 import grpc
 
 from coordinator.credits import Credits
+from coordinator.deadlines import Deadlines
 from coordinator.wire_time import WireTime
 from protos import worker_pb2_grpc
 from protos.pass_cost import PassCost
 from protos.status import TaskError
-from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, seal, unseal
+from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, checksum, unseal
 from protos.worker_pb2 import (
     DraftTask,
     GetStatusRequest,
     HandshakeRequest,
     ReplyBatch,
-    Sealed,
     TaskBatch,
     TaskReply,
     VerifyTask,
@@ -63,7 +63,8 @@ class WorkerClient:
         self._epoch = 0
         self._task_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[TaskReply]] = {}
-        self._outgoing: list[tuple[str, Sealed]] = []  # with the session of each
+        self._deadlines = Deadlines(self._waiting, self._expire)
+        self._outgoing: list[tuple[str, int, bytes]] = []  # session, number and body of each task
         self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._echo = 0  # to be asked for
@@ -120,6 +121,7 @@ class WorkerClient:
                     await self._flushed.wait()
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
+        self._deadlines.close()
         await self._channel.close()
 
     async def ask(self, task: DraftTask | VerifyTask, timeout_seconds: float) -> TaskReply:
@@ -128,16 +130,37 @@ class WorkerClient:
         Raises TaskError: what the worker said, UNAVAILABLE when the stream breaks first, DEADLINE_EXCEEDED
         when neither happens in time.
         """
-        size = task.ByteSize()
+        body = task.SerializeToString()
+        size = len(body)
+        if not self._credits.take(size):
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await self._credits.wait(size)
+            except TimeoutError:
+                raise self._too_late(timeout_seconds) from None
+        task_id = next(self._task_ids)
         try:
-            async with asyncio.timeout(timeout_seconds), self._credits.borrow(size):
-                reply = await self._exchange(task)
+            state = task.state
+            if state.epoch != self.info.epoch:
+                raise TaskError.stale(f"the {self.role} worker at {self.address} began another life")
+            future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
+            self._waiting[task_id] = future
+            self._deadlines.add(task_id, timeout_seconds)
+            asked_ns = time.monotonic_ns()
+            self._outgoing.append((state.session, task_id, body))
+            self._wake.set()
+            reply = await future
         except TimeoutError:
-            raise TaskError.deadline(
-                f"the {self.role} worker at {self.address} did not answer within {timeout_seconds:g} s"
-            ) from None
-        if reply.HasField("error"):
+            raise self._too_late(timeout_seconds) from None
+        finally:
+            self._waiting.pop(task_id, None)
+            self._credits.give_back(size)
+        outcome = reply.WhichOneof("outcome")
+        if outcome == "error":
             raise TaskError.from_status(reply.error)
+        worker_ns = (reply.draft if outcome == "draft" else reply.verify).times.total_ns
+        if worker_ns:
+            self.wire.learn((time.monotonic_ns() - asked_ns - worker_ns) / 1e9)
         return reply
 
     async def status(self, timeout_seconds: float) -> WorkerStatus:
@@ -172,23 +195,15 @@ class WorkerClient:
             del self._echoes[number]
         return (time.monotonic_ns() - asked_ns) / 1e9
 
-    async def _exchange(self, task: DraftTask | VerifyTask) -> TaskReply:
-        if task.state.epoch != self.info.epoch:
-            raise TaskError.stale(f"the {self.role} worker at {self.address} began another life")
-        task_id = next(self._task_ids)
-        future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
-        self._waiting[task_id] = future
-        asked_ns = time.monotonic_ns()
-        self._outgoing.append((task.state.session, seal(task_id, task)))
-        self._wake.set()
-        try:
-            reply = await future
-        finally:
-            del self._waiting[task_id]
-        outcome = reply.draft if reply.HasField("draft") else reply.verify
-        if outcome.times.total_ns:
-            self.wire.learn((time.monotonic_ns() - asked_ns - outcome.times.total_ns) / 1e9)
-        return reply
+    def _expire(self, task_id: int) -> None:
+        future = self._waiting[task_id]
+        if not future.done():
+            future.set_exception(TimeoutError())
+
+    def _too_late(self, timeout_seconds: float) -> TaskError:
+        return TaskError.deadline(
+            f"the {self.role} worker at {self.address} did not answer within {timeout_seconds:g} s"
+        )
 
     def _adopt(self, info: WorkerInfo) -> None:
         """A life of the worker to send tasks to."""
@@ -273,19 +288,15 @@ class WorkerClient:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader says why
             while True:
                 await self._wake.wait()
-                await asyncio.sleep(0)  # sessions that were woken by the same message go out together
-                self._wake.clear()
+                self._wake.clear()  # sessions that were woken by the same message have asked by now
                 released, self._released = self._released, []
-                tasks = [
-                    task
-                    for session, task in self._outgoing
-                    if task.task_id in self._waiting and session not in released
-                ]
-                self._outgoing = []
+                gone = set(released)
+                outgoing, self._outgoing = self._outgoing, []
                 echo, self._echo = self._echo, 0
-                batch = TaskBatch(
-                    generation=self._generation, tasks=tasks, released_sessions=released, echo=echo
-                )
+                batch = TaskBatch(generation=self._generation, released_sessions=released, echo=echo)
+                for session, task_id, body in outgoing:
+                    if task_id in self._waiting and session not in gone:
+                        batch.tasks.add(task_id=task_id, body=body, crc32c=checksum(task_id, body))
                 await call.write(batch)
                 if not self._released:
                     self._flushed.set()

@@ -45,7 +45,7 @@ class MessageType(Protocol[M_co]):
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32."""
-    return np.asarray(tokens, dtype="<u4").tobytes()
+    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def unpack_tokens(data: bytes, field: str) -> list[int]:
@@ -56,16 +56,21 @@ def unpack_tokens(data: bytes, field: str) -> list[int]:
     return tokens
 
 
+def checksum(task_id: int, body: bytes) -> int:
+    """CRC32C of a sealed message: over the task's id (8 bytes, little-endian) and its body."""
+    return int(google_crc32c.extend(google_crc32c.value(struct.pack("<Q", task_id)), body))
+
+
 def seal(task_id: int, message: Message) -> Sealed:
     """Serialise a message under a checksum."""
     body = message.SerializeToString()
-    return Sealed(task_id=task_id, body=body, crc32c=_checksum(task_id, body))
+    return Sealed(task_id=task_id, body=body, crc32c=checksum(task_id, body))
 
 
 def unseal(sealed: Sealed, kind: MessageType[M]) -> M:
     """Check and parse a sealed message; raises TaskError(DATA_LOSS) when it is not what was sent."""
     body = sealed.body
-    if _checksum(sealed.task_id, body) != sealed.crc32c:
+    if checksum(sealed.task_id, body) != sealed.crc32c:
         raise TaskError.data_loss(f"task {sealed.task_id}: the checksum does not match its {len(body)} bytes")
     try:
         return kind.FromString(body)
@@ -76,8 +81,4 @@ def unseal(sealed: Sealed, kind: MessageType[M]) -> M:
 def digest(proposal: Proposal) -> bytes:
     """16 bytes that name a proposal: the same tokens with other rows have another digest."""
     tokens, rows = proposal.tokens, proposal.rows
-    return hashlib.blake2b(struct.pack("<Q", len(tokens)) + tokens + rows, digest_size=16).digest()
-
-
-def _checksum(task_id: int, body: bytes) -> int:
-    return int(google_crc32c.extend(google_crc32c.value(struct.pack("<Q", task_id)), body))
+    return hashlib.blake2b(b"".join((struct.pack("<Q", len(tokens)), tokens, rows)), digest_size=16).digest()
