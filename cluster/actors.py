@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, SecretStr
 
+from cluster.machine import processor_name
 from protos.settings import Settings
 from protos.status import TaskError
 
@@ -139,7 +140,10 @@ class _Worker(_Actor):
         if settings.gguf is None:
             dtype = precision_of(source, self._role, settings.precision, settings.device)
         identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, dtype)
-        config = WorkerConfig(control_token=None if control_token is None else SecretStr(control_token))
+        config = WorkerConfig(
+            control_token=None if control_token is None else SecretStr(control_token),
+            computes_on=processor_name(settings.device),
+        )
         return self._life.serve(lambda: WorkerServer(self._role, model, identity, config, thread))
 
 

@@ -1,16 +1,19 @@
 """What this machine, or the container around it, leaves to this process: memory and cores.
 
-Knows the operating system's accounts (psutil, control groups of both versions). Decides nothing.
+Knows the operating system's accounts (psutil, control groups of both versions), and what names the machine.
+Decides nothing.
 """
 
 import math
 import os
+import platform
 from pathlib import Path
 
 import psutil
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest multiple of a page
 
 
@@ -25,6 +28,13 @@ def usable_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min([allowed, physical, *cores_of_groups(_read(_OWN_GROUPS), _ROOT)]))
+
+
+def processor_name(device: str) -> str:
+    """What a process here computes on, this machine's cores or a device: those who share it have one name."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "all"
+    machine = _read(_BOOT).strip() or platform.node()
+    return f"{machine} cores {cores}" if device == "cpu" else f"{machine} {device}"
 
 
 def left_in_groups(own_groups: str, root: Path) -> list[int]:

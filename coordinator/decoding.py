@@ -54,7 +54,5 @@ async def _propose(
     if drafter is None:
         return Proposal()
     limit = draft_limit(session.num_remaining, len(session.tokens), drafter.max_length)
-    k = limit = min(session.num_draft_tokens, limit)
-    if session.draft_length is not None:
-        k = policy.choose(session, drafter, verifier, limit)
+    k = policy.choose(session, drafter, verifier, min(session.num_draft_tokens, limit))
     return await drafter.propose(session, k)

@@ -7,8 +7,6 @@ K is decided before any draw and from verdicts alone, never from the draws thems
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos.pass_cost import PassCost, PassShape
-
 LONGEST = 16  # K that is chosen unasked
 UNKNOWN = 1  # K while nobody has told what passes take
 SWITCH_GAIN = 1.03  # another K must promise this much more than the last one
@@ -23,36 +21,6 @@ def draft_limit(num_remaining: int, length: int, draft_max_length: int) -> int:
     context, which must hold all drafts but the last.
     """
     return max(0, min(num_remaining - 1, draft_max_length - length + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What decides how long a round takes, K apart."""
-
-    num_at_drafter: int  # sessions that share its passes
-    num_at_target: int
-    length: int  # positions that a session holds
-    draft_wire_seconds: float  # of a round trip, beside what workers take
-    target_wire_seconds: float
-
-
-def round_seconds(draft: PassCost, target: PassCost, load: Load) -> tuple[float, ...]:
-    """What a round takes for K = 0 .. LONGEST, when the sessions' rounds are alike: K * t_d + t_v + r."""
-    step = draft.pass_seconds(_shape(load.num_at_drafter, load.length, 1))
-    plain = target.pass_seconds(_shape(load.num_at_target, load.length, 1)) + load.target_wire_seconds
-    drafted = [
-        k * step
-        + load.draft_wire_seconds
-        + target.pass_seconds(_shape(load.num_at_target, load.length, k + 1))
-        + load.target_wire_seconds
-        for k in range(1, LONGEST + 1)
-    ]
-    return (plain, *drafted)
-
-
-def _shape(num_sessions: int, length: int, num_rows: int) -> PassShape:
-    num_positions = num_rows * length + num_rows * (num_rows + 1) // 2
-    return PassShape(num_sessions * num_rows, num_sessions * num_positions, num_sessions)
 
 
 def promised_rates(seconds: Sequence[float], chances: Sequence[float]) -> list[float]:

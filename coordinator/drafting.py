@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.sessions import Session
+from coordinator.turns import Turns
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
 from protos.wire import unpack_tokens
@@ -47,6 +48,7 @@ class Drafter:
         self._settings = settings
         self.num_slots = client.info.num_slots
         self.num_sessions = 0  # that are placed here
+        self.turns = Turns()  # of those that draft
         self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
         self._not_before = 0.0
@@ -69,6 +71,16 @@ class Drafter:
         if len(session.tokens) > self.max_length:
             self._give_up(session)
         if num_draft_tokens == 0 or not self._is_ready(session):
+            return Proposal()
+        await self.turns.enter()
+        try:
+            return await self._draft(session, num_draft_tokens)
+        finally:
+            self.turns.leave()
+
+    async def _draft(self, session: Session, num_draft_tokens: int) -> Proposal:
+        if self.problem:  # since the session's turn was due
+            session.tally.num_fallbacks += 1
             return Proposal()
         asked_ns = time.monotonic_ns()
         try:

@@ -17,6 +17,7 @@ from pydantic import Field, SecretStr
 from coordinator.admission import Admission
 from coordinator.control import ControlService, Fleet
 from coordinator.draft_length import LONGEST
+from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter, DraftSettings
 from coordinator.requests import Limits
 from coordinator.service import InferenceService
@@ -27,7 +28,7 @@ from coordinator.worker_client import WorkerClient
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
-from protos.limits import AUTO, DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT, NumDraftTokens
+from protos.limits import AUTO, DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT, NumDraftTokens, NumGroups
 from protos.status import TaskError
 from protos.wire import SERVER_OPTIONS
 from protos.worker_pb2 import (
@@ -50,6 +51,7 @@ class CoordinatorConfig(Binding):
     tokenizer_folder: Path | None = None  # None serves token ids only
     num_draft_tokens: NumDraftTokens = "auto"  # K unless a request says otherwise
     max_num_draft_tokens: int = Field(default=MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS)
+    num_groups: NumGroups = "auto"  # of sessions that a drafter takes turns with
     rule: Literal["token", "block"] = "token"
     encoding: Literal["sparse", "full", "one_hot"] = "sparse"
     support: int = Field(default=DEFAULT_SUPPORT, ge=1, le=MAX_SUPPORT)  # ids in a sparse row of q
@@ -131,6 +133,7 @@ class CoordinatorServer:
         num_draft_tokens = min(wanted, max_num_draft_tokens)
         max_length = min(client.info.max_length for client in targets)
         self._service = InferenceService(
+            policy=DraftPolicy(config.num_groups),
             coordinator=self._id,
             drafters=drafters,
             verifiers=verifiers,

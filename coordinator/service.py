@@ -71,6 +71,7 @@ class InferenceService(InferenceServicer):
         self,
         *,
         coordinator: str,
+        policy: DraftPolicy,
         drafters: Spread[Drafter] | None,
         verifiers: Spread[Verifier],
         text: Text | None,
@@ -89,7 +90,7 @@ class InferenceService(InferenceServicer):
         self._admission = admission
         self._info = info
         self._session_numbers = itertools.count(1)
-        self._policy = DraftPolicy()
+        self._policy = policy
         self._running: dict[str, _Request] = {}
         self._num_requests = 0
         self._finished = Tally()

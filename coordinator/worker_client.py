@@ -60,7 +60,7 @@ class WorkerClient:
         self._coordinator = coordinator
         self._info: WorkerInfo | None = None
         self._generation = 0
-        self._epoch = 0
+        self._epoch, self._computes_on = 0, ""
         self._task_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[TaskReply]] = {}
         self._deadlines = Deadlines(self._waiting, self._expire)
@@ -88,6 +88,11 @@ class WorkerClient:
     def model_name(self) -> str:
         """The model that the worker serves in all its lives."""
         return self._model.model
+
+    @property
+    def computes_on(self) -> str:
+        """What names the machine's cores that the worker computes on, as it last said; empty when unknown."""
+        return self._computes_on
 
     async def start(self) -> WorkerInfo:
         """Connect and keep connected. Raises TaskError when the first handshake fails."""
@@ -211,7 +216,7 @@ class WorkerClient:
         if info.epoch != self._epoch:
             self._released.clear()  # another life holds no session
             self.cost = None
-        self._epoch = info.epoch
+        self._epoch, self._computes_on = info.epoch, info.computes_on
         self._info = info
         self._credits.grant(info.task_credits, info.byte_credits)
 
@@ -345,6 +350,6 @@ def model_of(info: WorkerInfo) -> WorkerInfo:
     """What a worker must have in common with its earlier lives: all but the life and its capacity."""
     model = WorkerInfo()
     model.CopyFrom(info)
-    for name in ("epoch", "num_slots", "task_credits", "byte_credits"):
+    for name in ("epoch", "num_slots", "task_credits", "byte_credits", "computes_on"):
         model.ClearField(name)
     return model

@@ -10,3 +10,6 @@ MAX_SUPPORT = 4096
 
 AUTO: Literal["auto"] = "auto"  # K is chosen round by round
 NumDraftTokens = Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)]
+
+MAX_GROUPS = 64
+NumGroups = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_GROUPS)]  # "auto": by what pays

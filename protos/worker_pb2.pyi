@@ -37,7 +37,7 @@ class HandshakeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., coordinator: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "model", "vocab_size", "tokenizer_fingerprint", "max_length", "end_token_ids", "dtype", "num_slots", "task_credits", "byte_credits")
+    __slots__ = ("protocol_version", "epoch", "model", "vocab_size", "tokenizer_fingerprint", "max_length", "end_token_ids", "dtype", "num_slots", "task_credits", "byte_credits", "computes_on")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class WorkerInfo(_message.Message):
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TASK_CREDITS_FIELD_NUMBER: _ClassVar[int]
     BYTE_CREDITS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_ON_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: int
     model: str
@@ -60,7 +61,8 @@ class WorkerInfo(_message.Message):
     num_slots: int
     task_credits: int
     byte_credits: int
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_slots: _Optional[int] = ..., task_credits: _Optional[int] = ..., byte_credits: _Optional[int] = ...) -> None: ...
+    computes_on: str
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_fingerprint: _Optional[str] = ..., max_length: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., num_slots: _Optional[int] = ..., task_credits: _Optional[int] = ..., byte_credits: _Optional[int] = ..., computes_on: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

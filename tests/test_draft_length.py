@@ -7,17 +7,11 @@ import pytest
 from coordinator.acceptance import Likeness, PositionRates
 from coordinator.draft_length import (
     EXPLORING_SHARE,
-    LONGEST,
     MIN_EXPLORING_ROUNDS,
     DraftLength,
-    Load,
     draft_limit,
     promised_rates,
-    round_seconds,
 )
-from protos.pass_cost import PassCost
-
-ALONE = Load(1, 1, length=100, draft_wire_seconds=0.001, target_wire_seconds=0.002)
 
 
 @pytest.mark.parametrize(
@@ -43,28 +37,8 @@ def test_k_keeps_within_what_is_wanted_what_remains_and_the_drafters_context(
     assert min(wanted, draft_limit(num_remaining, length, draft_max_length)) == expected
 
 
-def flat(seconds: float, per_row: float = 0.0) -> PassCost:
-    """A pass of one row, and what each further row adds."""
-    rows = (1, 2, 4, 8, 16, 32, 64, 1024)
-    return PassCost(rows, tuple(seconds + per_row * (n - 1) for n in rows), 0.0, 0.0)
-
-
-def test_a_rounds_time_is_that_of_k_draft_steps_a_verification_and_the_wire() -> None:
-    seconds = round_seconds(flat(0.003), flat(0.04, per_row=0.001), ALONE)
-    assert len(seconds) == LONGEST + 1
-    assert seconds[0] == pytest.approx(0.04 + 0.002)
-    for k in range(1, LONGEST + 1):
-        assert seconds[k] == pytest.approx(k * 0.003 + 0.001 + 0.04 + 0.001 * k + 0.002)
-
-
-def test_rounds_of_many_sessions_are_larger_passes() -> None:
-    both = Load(8, 16, length=100, draft_wire_seconds=0.0, target_wire_seconds=0.0)
-    seconds = round_seconds(flat(0.003, per_row=0.001), flat(0.04, per_row=0.001), both)
-    assert seconds[3] == pytest.approx(3 * (0.003 + 7 * 0.001) + 0.04 + 63 * 0.001)
-
-
 def test_rates_are_the_closed_form() -> None:
-    seconds = round_seconds(flat(0.003), flat(0.04), ALONE)
+    seconds = [0.042 + 0.003 * k for k in range(6)]
     rates = promised_rates(seconds, [0.7] * 5)
     for k, rate in enumerate(rates):
         assert rate == pytest.approx((1 - 0.7 ** (k + 1)) / (1 - 0.7) / seconds[k])

@@ -78,6 +78,7 @@ class Case:
             "num_draft_tokens": self.k,
             "encoding": self.encoding,
             "support": self.support,
+            "num_groups": 2,  # one is drafted for while the other is verified
         }
 
 
@@ -135,7 +136,8 @@ async def test_neighbours_with_other_prompts_and_settings_change_nothing(rule: s
     prompts = [PROMPT, [2], [0, 0, 1, 2]]
     shapes: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_k": 2}, {"top_p": 0.8, "min_p": 0.05}]
     target, draft = TableModel(TARGET, V, num_slots=96), TableModel(GOOD, V, num_slots=24)
-    async with pipeline(target, draft, rule=rule, num_draft_tokens=3, max_waiting_sessions=512) as running:
+    config = {"rule": rule, "num_draft_tokens": 3, "max_waiting_sessions": 512, "num_groups": 3}
+    async with pipeline(target, draft, **config) as running:
         all_samples = await asyncio.gather(
             *(
                 sample(running, prompt, NUM_TOKENS, NUM_SAMPLES, seed=1000, **shape)

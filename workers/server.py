@@ -64,6 +64,7 @@ class WorkerConfig(Binding):
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
+    computes_on: str = ""  # names what passes compute on where other workers may share it
     # Who shows it may ask a target for p; None: nobody may.
     control_token: SecretStr | None = Field(default=None, min_length=1)
 
@@ -133,6 +134,7 @@ class WorkerServer:
             num_slots=model.num_slots,
             task_credits=config.task_credits,
             byte_credits=config.byte_credits,
+            computes_on=config.computes_on,
         )
 
     @property
