@@ -136,7 +136,12 @@ async def test_neighbours_with_other_prompts_and_settings_change_nothing(rule: s
     prompts = [PROMPT, [2], [0, 0, 1, 2]]
     shapes: list[dict[str, Any]] = [{}, {"temperature": 0.6, "top_k": 2}, {"top_p": 0.8, "min_p": 0.05}]
     target, draft = TableModel(TARGET, V, num_slots=96), TableModel(GOOD, V, num_slots=24)
-    config = {"rule": rule, "num_draft_tokens": 3, "max_waiting_sessions": 512, "num_groups": 3}
+    config: dict[str, Any] = {
+        "rule": rule,
+        "num_draft_tokens": 3,
+        "max_waiting_sessions": 512,
+        "num_groups": 3,
+    }
     async with pipeline(target, draft, **config) as running:
         all_samples = await asyncio.gather(
             *(

@@ -5,6 +5,7 @@ slots happens on one thread, so nothing needs a lock and the event loop stays fr
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -21,6 +22,7 @@ from workers.jobs import DraftJob, Job
 from workers.language_model import Feed, LanguageModel
 from workers.pass_plan import MIN_PREFILL_TOKENS, PassBounds, Pending, fast_rows, plan_pass
 from workers.pass_results import Planned, Result, compute
+from workers.returns import Returns
 from workers.slots import SlotTable
 from workers.work import Work
 
@@ -70,6 +72,8 @@ class PassLoop:
         self._arrived: list[Work] = []
         self._released: list[str] = []
         self._at_work: list[Work] = []
+        self._returns = Returns()
+        self._pass_at = 0.0  # when the next pass begins though others are due; 0: at once
         self._closed = False
         self._ended = False
         self._busy_at = math.inf  # until a coordinator is there
@@ -130,9 +134,19 @@ class PassLoop:
                     work.reply(work.answer(outcome))
                 if not self._at_work and not self._arrived:
                     self._idle.set()
+                await self._wait_for_others()
         finally:
             self._ended = True
             self._thread.shutdown(wait=False)  # a pass that hangs must not hold up the event loop
+
+    async def _wait_for_others(self) -> None:
+        """Until somebody comes who joins the next pass, or for as long as that is worth."""
+        self._wake.clear()
+        seconds = self._pass_at - time.monotonic()
+        if seconds > 0 and not (self._arrived or self._released):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._wake.wait()
 
     async def _wait_for_work(self, loop: asyncio.AbstractEventLoop) -> None:
         """Until something arrives, or for a second: leases run out meanwhile. Time to measure passes."""
@@ -152,7 +166,9 @@ class PassLoop:
     def _turn(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
         """One turn on the model's thread: passes until something is answered, or something has come."""
         answered = self._step(arrived, released)
-        while self._at_work and not (answered or self._arrived or self._released or self._ended):
+        while self._at_work and not (
+            answered or self._arrived or self._released or self._ended or self._pass_at
+        ):
             answered = self._step([], [])
         return answered
 
@@ -164,6 +180,7 @@ class PassLoop:
             self._calibration.clear()
         for session in released:
             self._slots.release(session)
+            self._returns.forget(session)
         gone = set(released)
         for work in [w for w in self._at_work if w.task.state.session in gone]:
             self._finish(work, _error(TaskError.stale("the session was released")), answered)
@@ -173,9 +190,31 @@ class PassLoop:
         for work in [w for w in self._at_work if not isinstance(w.task, DraftTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
         plan = self._plan()
-        if plan:
+        if plan and not self._others_are_due(plan):
+            self._pass_at = 0.0
             self._run_pass(plan, answered)
         return answered
+
+    def _others_are_due(self, plan: list[Planned]) -> bool:
+        """Whether the pass waits for sessions that are about to come back: until a time that is not put off.
+
+        Drafts, of many short passes, take in whoever comes between two of them.
+        """
+        cost, now = self._cost_model.cost, time.monotonic()
+        if (
+            cost is None
+            or isinstance(plan[0].work.task, DraftTask)
+            or (self._pass_at and now >= self._pass_at)
+        ):
+            return False
+        shape = PassShape()
+        for planned in plan:
+            shape = shape.with_feed(planned.feed.start, len(planned.feed.tokens))
+        seconds = self._returns.worth_waiting(shape, cost, now)
+        if not seconds:
+            return False
+        self._pass_at = min(self._pass_at or math.inf, now + seconds)
+        return True
 
     def _start(self, work: Work, answered: list[tuple[Work, TaskReply]]) -> None:
         try:
@@ -190,6 +229,7 @@ class PassLoop:
             if self._take_over(work, answered):
                 return
             work.job = self._open_job(work)
+            self._returns.arrived(work.task.state.session, work.arrived_ns / 1e9)
         except TaskError as error:
             answered.append((work, _error(error)))
         except Exception:
@@ -288,7 +328,9 @@ class PassLoop:
 
     def _finish(self, work: Work, outcome: TaskReply, answered: list[tuple[Work, TaskReply]]) -> None:
         self._at_work.remove(work)
-        self._slots.leave(_job(work).slot)
+        job = _job(work)
+        self._slots.leave(job.slot)
+        self._returns.answered(job.slot.session, job.num_logits, len(job.slot.tokens), time.monotonic())
         answered.append((work, outcome))
 
 
