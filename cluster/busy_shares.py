@@ -1,4 +1,4 @@
-"""How busy each worker was between two looks at a deployment. Arithmetic on what workers tell; asks nothing."""
+"""How busy each worker was between two looks at a deployment. Arithmetic; asks nothing."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -84,5 +84,12 @@ def recording(address: str, control_token: str) -> Iterator[Recorder]:
             thread.join()
 
 
+def recorded(address: str, control_token: str, seconds: float) -> list[Span]:
+    """What is answered within so many seconds from now. Raises RecordingFailed."""
+    with recording(address, control_token) as recorder:
+        time.sleep(seconds)
+        return recorder.take()
+
+
 def _words(error: grpc.RpcError) -> str:
     return f"{error.code().name}: {error.details()}"

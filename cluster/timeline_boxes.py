@@ -1,9 +1,9 @@
 """Spans as boxes on lanes: who worked on what together, when, and how busy each lane was. Arithmetic only.
 
-A span says when the coordinator asked and had the answer, and how long the worker waited and worked in between,
-but not when, as the clocks of two machines do not compare. Tasks that a worker began in one pass began at one
-moment, so each narrows it down; the middle of what is left is taken. For one task alone that splits the time on
-the wire in halves.
+A span says when the coordinator asked and had the answer, and how long the task waited and was worked on in
+between, but not when, as the clocks of two machines do not compare. Tasks that began in one pass began at one
+moment, so each narrows it down; the middle of what is left is taken. For a task alone that splits the wire's
+time in halves.
 """
 
 from collections.abc import Iterable, Sequence

@@ -125,7 +125,9 @@ class CoordinatorServer:
         )
         timeline = Timeline()
         verifiers = Spread([Verifier(client, verify_settings, timeline) for client in targets])
-        drafters = Spread([Drafter(client, draft_settings, timeline) for client in drafts]) if drafts else None
+        drafters = None
+        if drafts:
+            drafters = Spread([Drafter(client, draft_settings, timeline) for client in drafts])
         if self._text is None and config.tokenizer_folder is not None:
             self._text = Text.load(config.tokenizer_folder)
         max_running = sum(verifier.num_slots for verifier in verifiers.workers)

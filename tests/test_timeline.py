@@ -1,4 +1,4 @@
-"""Spans of tasks reach whoever watches with the control token, and nobody else; a slow reader loses the oldest."""
+"""Spans of tasks reach whoever shows the control token, and nobody else; a slow reader loses the oldest."""
 
 import asyncio
 from collections.abc import AsyncIterator
