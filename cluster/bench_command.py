@@ -53,6 +53,12 @@ def bench_command(
     picture: Annotated[
         Path | None, typer.Option(help="Draw a picture: a file that ends in .svg or .png.")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw who was busy when, with each K, in the run that was asked most: an HTML file."
+        ),
+    ] = None,
     offline: Offline = False,
     startup_timeout: Annotated[
         float, typer.Option(help="Seconds within which a deployment must serve, and transformers.")
@@ -81,7 +87,7 @@ def bench_command(
             num_threads=usable_cores() if threads is None else threads,
             num_repeats=repeats,
         )
-        code = run_bench(wish, Outlets(json_file, picture), startup_seconds=startup_timeout)
+        code = run_bench(wish, Outlets(json_file, picture, timeline), startup_seconds=startup_timeout)
     except KeyboardInterrupt as error:
         typer.echo("Interrupted; nothing was left running.", err=True)
         number = error.signal_number if isinstance(error, Interrupted) else signal.SIGINT

@@ -7,7 +7,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class Conditions:
     sampling: str
     assistant: str
     versions: str
+
+    def sentences(self) -> list[str]:
+        """Those that are known."""
+        known = [str(getattr(self, field.name)) for field in fields(self)]
+        return [words[:1].upper() + words[1:] + "." for words in known if words]
 
 
 def conditions(

@@ -4,7 +4,7 @@ Knows figures and words. Prints nothing and measures nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from io import StringIO
 from statistics import median
 from typing import Any
@@ -120,8 +120,7 @@ def sentences(report: Report) -> list[str]:
         notes.append(
             f"Round trip: loopback; a round at K = 0 has one, of {wires[0]:.1f} ms beside the target's time."
         )
-    conditions = [str(getattr(report.conditions, field.name)) for field in fields(Conditions)]
-    notes += [words[:1].upper() + words[1:] + "." for words in conditions if words]
+    notes += report.conditions.sentences()
     return notes + list(_DEFINITIONS)
 
 

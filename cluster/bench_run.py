@@ -5,6 +5,7 @@ Knows the order of these steps, and where results go. Ray and torch are loaded b
 processes that they start.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from cluster.bench_conditions import assistant_in_words, with_load_at_the_end
 from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
 from cluster.bench_report import Report, as_json, as_text
 from cluster.bench_statistics import figures
+from cluster.bench_timeline import Runs, save_timeline, watched
 from cluster.deployment import DeploymentFailed, private_deployment
 from cluster.finding import NO_DRAFT
 from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of_transformers
@@ -44,6 +46,7 @@ from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
 from cluster.progress import Steps
 from cluster.prompt_file import PromptsRefused
+from cluster.recording import RecordingFailed
 from workers.checkpoints import ModelRefused
 
 STANDARD_OUTPUT = Path("-")
@@ -58,6 +61,7 @@ _FAILURES = (
     BenchFailed,
     FirstTokenFailed,
     GenerationFailed,
+    RecordingFailed,
 )
 
 
@@ -67,6 +71,7 @@ class Outlets:
 
     json: Path | None  # STANDARD_OUTPUT: instead of the table
     picture: Path | None
+    timeline: Path | None = None
 
 
 def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> int:
@@ -77,12 +82,13 @@ def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> i
         require_seconds("startup_timeout", startup_seconds)
         _check_outlets(outlets)
         with Steps(err) as steps:
-            run = _Run(prepare_bench(wish, steps.say), wish, steps)
+            runs: Runs | None = None if outlets.timeline is None else {}
+            run = _Run(prepare_bench(wish, steps.say), wish, steps, runs)
             try:
                 run.measure(startup_seconds)
             finally:  # half an hour's samples are worth telling, whatever ended it
                 steps.end()
-                code = tell(run.report(), outlets, err) if run.samples else FAILED
+                code = tell(run.report(), outlets, err, runs) if run.samples else FAILED
     except (Refused, PromptsRefused) as error:
         return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except _FAILURES as error:
@@ -93,8 +99,10 @@ def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> i
 class _Run:
     """One benchmark under way, and what it has found so far."""
 
-    def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps) -> None:
+    def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps, runs: Runs | None) -> None:
+        """`runs` is filled for a timeline; None: none is wanted."""
         self.samples: list[Sample] = []
+        self._runs = runs
         self._plan = plan
         self._wish = wish
         self._steps = steps
@@ -121,7 +129,12 @@ class _Run:
                     steps.say("Waiting for the workers to measure themselves")
                     time.sleep(_SETTLE_SECONDS)
                     self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
-                    self._run_blocks()
+                    with contextlib.ExitStack() as recording:
+                        if self._runs is not None:
+                            self._contestants = recording.enter_context(
+                                watched(self._contestants, deployed, self._runs)
+                            )
+                        self._run_blocks()
                 if 0 in wish.temperatures:
                     self._differences = greedy_differences(self.samples, plan.prompts, baseline.gap)
 
@@ -204,7 +217,7 @@ class _Run:
 
 def _check_outlets(outlets: Outlets) -> None:
     """Refuse now what would lose the result after half an hour."""
-    for name, file in (("json", outlets.json), ("picture", outlets.picture)):
+    for name, file in (("json", outlets.json), ("picture", outlets.picture), ("timeline", outlets.timeline)):
         if file is not None and file != STANDARD_OUTPUT:
             _check_writable(name, file)
     if outlets.picture is None:
@@ -228,11 +241,11 @@ def _check_writable(name: str, file: Path) -> None:
         raise Refused(f"{name} is {file}; it cannot be written: {error.strerror}") from None
 
 
-def tell(report: Report, outlets: Outlets, err: Console) -> int:
+def tell(report: Report, outlets: Outlets, err: Console, runs: Runs | None = None) -> int:
     """The files, then the table or JSON on standard output; returns the exit code."""
     code = DONE
     try:
-        _write_files(report, outlets)
+        _write_files(report, outlets, runs or {})
     except OSError as error:  # a full disk, a folder gone meanwhile
         code = say_error(err, f"The result cannot be written: {error}", FAILED)
     try:
@@ -245,13 +258,15 @@ def tell(report: Report, outlets: Outlets, err: Console) -> int:
     return code
 
 
-def _write_files(report: Report, outlets: Outlets) -> None:
+def _write_files(report: Report, outlets: Outlets, runs: Runs) -> None:
     if outlets.json not in (None, STANDARD_OUTPUT):
         outlets.json.write_text(json.dumps(as_json(report), indent=1) + "\n")
     if outlets.picture is not None:
         from cluster.bench_picture import save
 
         save(report, outlets.picture)
+    if outlets.timeline is not None and runs:
+        save_timeline(outlets.timeline, runs, report.conditions.sentences())
 
 
 _OPTIONS = {
@@ -261,5 +276,14 @@ _OPTIONS = {
     "num_repeats": "--repeats",
 } | {
     name: "--" + name.replace("_", "-")
-    for name in ("num_prompts", "prompts", "temperatures", "draft", "json", "picture", "startup_timeout")
+    for name in (
+        "num_prompts",
+        "prompts",
+        "temperatures",
+        "draft",
+        "json",
+        "picture",
+        "timeline",
+        "startup_timeout",
+    )
 }

@@ -22,6 +22,7 @@ from cluster.deployment_commands import (
     up_command,
 )
 from cluster.interrupts import Interrupted
+from cluster.timeline_command import timeline_command
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -153,6 +154,7 @@ app.command("down", epilog=EXIT_CODES)(down_command)
 app.command("call", epilog=CALL_EPILOG)(call_command)
 app.command("check-law", epilog=CHECK_LAW_EPILOG)(check_law_command)
 app.command("bench", epilog=EXIT_CODES)(bench_command)
+app.command("timeline", epilog=EXIT_CODES)(timeline_command)
 
 
 if __name__ == "__main__":

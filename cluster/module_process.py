@@ -3,9 +3,12 @@
 Knows how it is started. What it is asked, and when it must end, is its owner's.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import IO
 
 
@@ -27,3 +30,21 @@ def last_words(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it left no message"
+
+
+@contextlib.contextmanager
+def serving_module(module: str, *arguments: str) -> Iterator[str]:
+    """The address of a module that prints it and then serves until its input closes: when the block ends."""
+    with tempfile.TemporaryFile() as log:
+        process = start_module(module, *arguments, log=log)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().decode().strip()
+            if not address:
+                raise SystemExit(f"{module} {' '.join(arguments)} did not start: {last_words(log)}")
+            yield address
+        finally:
+            process.stdin.close()
+            process.wait(timeout=10)
+            process.stdout.close()

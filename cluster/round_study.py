@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import resource
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.module_process import last_words, start_module
+from cluster.module_process import serving_module
 from coordinator.decoding import decode
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter, DraftSettings
@@ -83,23 +82,6 @@ async def _serve(role: Literal["draft", "target"]) -> None:
     print(await server.start(), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await server.stop(0.1)
-
-
-@contextlib.contextmanager
-def _worker(role: str) -> Iterator[str]:
-    """The address of a worker in a process of its own."""
-    with tempfile.TemporaryFile() as log:
-        process = start_module("cluster.round_study", "--serve", role, log=log)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().decode().strip()
-            if not address:
-                raise SystemExit(f"the {role} worker did not start: {last_words(log)}")
-            yield address
-        finally:
-            process.stdin.close()
-            process.wait(timeout=10)
 
 
 @contextlib.asynccontextmanager
@@ -212,7 +194,11 @@ def main() -> None:
     if wish.serve:
         asyncio.run(_serve(wish.serve))
         return
-    with _worker("draft") as draft, _worker("target") as target:
+    module = "cluster.round_study"
+    with (
+        serving_module(module, "--serve", "draft") as draft,
+        serving_module(module, "--serve", "target") as target,
+    ):
         asyncio.run(_study(wish, (draft, target)))
 
 

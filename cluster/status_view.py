@@ -61,7 +61,7 @@ def _table(actors: Sequence[ActorStatus]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("actor", "role", "model"):
         table.add_column(name, overflow="fold")
-    for name in ("pid", "memory", "slots", "sessions"):
+    for name in ("pid", "memory", "slots", "sessions", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("health", overflow="fold")
     for actor in actors:
@@ -74,6 +74,7 @@ def _table(actors: Sequence[ActorStatus]) -> Table:
             "" if actor.memory_bytes is None else f"{actor.memory_bytes / GB:.2f} GB",
             slots,
             "" if actor.num_sessions is None else str(actor.num_sessions),
+            "" if actor.busy is None else f"{actor.busy.recent_share:.0%}",
             Text(actor.problem, "red") if actor.problem else Text("healthy", "green"),
         )
     return table
@@ -157,6 +158,9 @@ def as_json(report: DeploymentReport) -> dict[str, Any]:
 def _actor_as_json(actor: ActorStatus) -> dict[str, Any]:
     fields = {name: getattr(actor, name) for name in ActorStatus.__dataclass_fields__ if name != "problem"}
     fields["cost"] = actor.cost and asdict(actor.cost)
+    fields["busy"] = actor.busy and {
+        field.name: getattr(actor.busy, field.name) for field in actor.busy.DESCRIPTOR.fields
+    }
     return _known(fields | {"is_healthy": not actor.problem, "problem": actor.problem or None})
 
 

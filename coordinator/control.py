@@ -4,19 +4,27 @@ Knows workers and counts; changes nothing.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from grpc_status import rpc_status
 from pydantic import SecretStr
 
 from coordinator.service import InferenceService
+from coordinator.timeline import Timeline
 from coordinator.worker_client import WorkerClient
 from protos.authorization import require
-from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, WorkerHealth
+from protos.control_pb2 import (
+    DeploymentStatus,
+    GetDeploymentStatusRequest,
+    Spans,
+    WatchRequest,
+    WorkerHealth,
+)
 from protos.control_pb2_grpc import ControlServicer
 from protos.status import TaskError
 
@@ -42,13 +50,16 @@ class Fleet:
 
 
 class ControlService(ControlServicer):
-    """GetStatus over one coordinator's workers and requests."""
+    """GetStatus over one coordinator's workers and requests, and Watch."""
 
-    def __init__(self, token: SecretStr | None, service: InferenceService, fleets: Sequence[Fleet]) -> None:
+    def __init__(
+        self, token: SecretStr | None, service: InferenceService, fleets: Sequence[Fleet], timeline: Timeline
+    ) -> None:
         """Without a token every call is refused."""
         self._token = token
         self._service = service
         self._fleets = fleets
+        self._timeline = timeline
         self._begun = time.monotonic()
 
     async def GetStatus(
@@ -57,10 +68,7 @@ class ControlService(ControlServicer):
         context: grpc.aio.ServicerContext[GetDeploymentStatusRequest, DeploymentStatus],
     ) -> DeploymentStatus:
         """See control.proto."""
-        try:
-            require(self._token, context.invocation_metadata())
-        except TaskError as error:
-            await context.abort_with_status(rpc_status.to_status(error.to_status()))
+        await self._require_token(context)
         asked = [
             _ask(client, worker.problem, worker.num_sessions)
             for fleet in self._fleets
@@ -73,6 +81,21 @@ class ControlService(ControlServicer):
             totals=self._service.totals(),
             uptime_seconds=time.monotonic() - self._begun,
         )
+
+    async def Watch(
+        self, request: WatchRequest, context: grpc.aio.ServicerContext[WatchRequest, Spans]
+    ) -> AsyncIterator[Spans]:
+        """See control.proto."""
+        await self._require_token(context)
+        async with contextlib.aclosing(self._timeline.watch()) as batches:
+            async for spans in batches:
+                yield spans
+
+    async def _require_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            require(self._token, context.invocation_metadata())
+        except TaskError as error:
+            await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
 
 async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerHealth:
@@ -89,6 +112,8 @@ async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerH
     health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
     if status.HasField("cost"):
         health.cost.CopyFrom(status.cost)
+    if status.HasField("busy"):
+        health.busy.CopyFrom(status.busy)
     health.problem = problem if client.is_connected else "answers, but its task stream is down"
     health.is_healthy = not health.problem
     return health

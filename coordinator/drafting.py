@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.sessions import Session
+from coordinator.timeline import Timeline
 from coordinator.turns import Turns
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
@@ -41,8 +42,11 @@ class DraftSettings:
 class Drafter:
     """One drafter, seen from its sessions."""
 
-    def __init__(self, client: WorkerClient, settings: DraftSettings) -> None:
-        """Ask `client`, which has started, as `settings` say."""
+    def __init__(
+        self, client: WorkerClient, settings: DraftSettings, timeline: Timeline | None = None
+    ) -> None:
+        """Ask `client`, which has started, as `settings` say; `timeline` gets to know of it."""
+        self._timeline = timeline or Timeline()
         self.max_length = client.info.max_length  # positions that the drafter holds of a session
         self.client = client
         self._settings = settings
@@ -176,6 +180,7 @@ class Drafter:
             support=self._settings.support,
             vocab_size=vocab_size,
         )
+        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds + GRACE_SECONDS)
         except TaskError as error:
@@ -190,6 +195,8 @@ class Drafter:
         if len(tokens) > num_draft_tokens or any(token >= vocab_size for token in tokens):
             raise TaskError.data_loss(f"the drafter's tokens are {tokens}; asked for {num_draft_tokens}")
         seat.epoch, seat.length = epoch, length
+        if self._timeline.is_watched:
+            self._timeline.record("draft", client.address, task, asked_ns, reply)
         return reply.draft
 
     def _failed(self, error: TaskError) -> None:

@@ -23,6 +23,7 @@ from coordinator.requests import Limits
 from coordinator.service import InferenceService
 from coordinator.spreading import Spread
 from coordinator.text import Text
+from coordinator.timeline import Timeline
 from coordinator.verifying import Verifier, VerifySettings
 from coordinator.worker_client import WorkerClient
 from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -122,8 +123,11 @@ class CoordinatorServer:
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
         )
-        verifiers = Spread([Verifier(client, verify_settings) for client in targets])
-        drafters = Spread([Drafter(client, draft_settings) for client in drafts]) if drafts else None
+        timeline = Timeline()
+        verifiers = Spread([Verifier(client, verify_settings, timeline) for client in targets])
+        drafters = None
+        if drafts:
+            drafters = Spread([Drafter(client, draft_settings, timeline) for client in drafts])
         if self._text is None and config.tokenizer_folder is not None:
             self._text = Text.load(config.tokenizer_folder)
         max_running = sum(verifier.num_slots for verifier in verifiers.workers)
@@ -166,7 +170,7 @@ class CoordinatorServer:
         fleets = [Fleet(targets, verifiers.workers)]
         if drafters is not None:
             fleets.append(Fleet(drafts, drafters.workers))
-        self._control = ControlService(config.control_token, self._service, fleets)
+        self._control = ControlService(config.control_token, self._service, fleets, timeline)
 
     async def _serve(self) -> str:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.sessions import Session
+from coordinator.timeline import Timeline
 from coordinator.worker_client import WorkerClient
 from protos.status import TaskError
 from protos.wire import digest
@@ -47,8 +48,11 @@ class UnreadableProposal(Exception):
 class Verifier:
     """One target, seen from its sessions."""
 
-    def __init__(self, client: WorkerClient, settings: VerifySettings) -> None:
-        """Ask `client`, which has started, as `settings` say."""
+    def __init__(
+        self, client: WorkerClient, settings: VerifySettings, timeline: Timeline | None = None
+    ) -> None:
+        """Ask `client`, which has started, as `settings` say; `timeline` gets to know of it."""
+        self._timeline = timeline or Timeline()
         self.num_slots = client.info.num_slots
         self.num_sessions = 0  # that are placed here
         self.client = client
@@ -115,6 +119,7 @@ class Verifier:
             self._settings.prefill_timeout_seconds if is_prefill else self._settings.timeout_seconds
         )
         task.state.CopyFrom(seat.state(session, info.epoch, timeout_seconds))
+        asked_ns = time.monotonic_ns()
         try:
             reply = await client.ask(task, timeout_seconds)
         except TaskError as error:
@@ -129,4 +134,6 @@ class Verifier:
         if result.num_accepted > len(task.proposal.tokens) // 4 or result.token >= info.vocab_size:
             raise TaskError.internal(f"the target's verdict cannot be: {result.num_accepted} accepted")
         seat.epoch, seat.length = info.epoch, length
+        if self._timeline.is_watched:
+            self._timeline.record("target", client.address, task, asked_ns, reply)
         return result

@@ -26,7 +26,7 @@ class DeploymentStatus(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
-    __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions", "cost")
+    __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions", "cost", "busy")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class WorkerHealth(_message.Message):
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
     address: str
@@ -47,7 +48,8 @@ class WorkerHealth(_message.Message):
     num_slots_used: int
     num_sessions: int
     cost: _worker_pb2.PassCost
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.PassCost, _Mapping]] = ...) -> None: ...
+    busy: _worker_pb2.BusyTime
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.PassCost, _Mapping]] = ..., busy: _Optional[_Union[_worker_pb2.BusyTime, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("num_requests", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks", "num_unusable_rows", "num_redraw_mismatches")
@@ -70,3 +72,39 @@ class Totals(_message.Message):
     num_unusable_rows: int
     num_redraw_mismatches: int
     def __init__(self, num_requests: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Spans(_message.Message):
+    __slots__ = ("spans", "num_lost")
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    num_lost: int
+    def __init__(self, spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., num_lost: _Optional[int] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("role", "address", "session", "round", "num_draft_tokens", "num_sent_tokens", "asked_ns", "answered_ns", "times", "num_tokens")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_NS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_NS_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    address: str
+    session: str
+    round: int
+    num_draft_tokens: int
+    num_sent_tokens: int
+    asked_ns: int
+    answered_ns: int
+    times: _worker_pb2.WorkTimes
+    num_tokens: int
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., session: _Optional[str] = ..., round: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_sent_tokens: _Optional[int] = ..., asked_ns: _Optional[int] = ..., answered_ns: _Optional[int] = ..., times: _Optional[_Union[_worker_pb2.WorkTimes, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,11 @@ class ControlStub:
                 request_serializer=protos_dot_control__pb2.GetDeploymentStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_control__pb2.DeploymentStatus.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/outrider.v1.Control/Watch',
+                request_serializer=protos_dot_control__pb2.WatchRequest.SerializeToString,
+                response_deserializer=protos_dot_control__pb2.Spans.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -51,6 +56,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Every task that a worker answers while the call is open, some at a time; the first message comes at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=protos_dot_control__pb2.GetDeploymentStatusRequest.FromString,
                     response_serializer=protos_dot_control__pb2.DeploymentStatus.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=protos_dot_control__pb2.WatchRequest.FromString,
+                    response_serializer=protos_dot_control__pb2.Spans.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class Control:
             '/outrider.v1.Control/GetStatus',
             protos_dot_control__pb2.GetDeploymentStatusRequest.SerializeToString,
             protos_dot_control__pb2.DeploymentStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Control/Watch',
+            protos_dot_control__pb2.WatchRequest.SerializeToString,
+            protos_dot_control__pb2.Spans.FromString,
             options,
             channel_credentials,
             insecure,

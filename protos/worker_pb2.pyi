@@ -69,20 +69,36 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost")
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "busy")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_slots: int
     num_slots_used: int
     num_tasks: int
     process_id: int
     cost: PassCost
-    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ...) -> None: ...
+    busy: BusyTime
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ...) -> None: ...
+
+class BusyTime(_message.Message):
+    __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share")
+    SERVING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    serving_seconds: float
+    busy_seconds: float
+    num_passes: int
+    num_rows: int
+    recent_share: float
+    def __init__(self, serving_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., recent_share: _Optional[float] = ...) -> None: ...
 
 class PassCost(_message.Message):
     __slots__ = ("rows", "seconds", "seconds_per_position", "seconds_per_sequence")
@@ -307,11 +323,13 @@ class VerifyResult(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., num_accepted: _Optional[int] = ..., token: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[WorkTimes, _Mapping]] = ..., sum_min_pq: _Optional[float] = ...) -> None: ...
 
 class WorkTimes(_message.Message):
-    __slots__ = ("queue_ns", "pass_ns", "total_ns")
+    __slots__ = ("queue_ns", "pass_ns", "total_ns", "first_pass")
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     PASS_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PASS_FIELD_NUMBER: _ClassVar[int]
     queue_ns: int
     pass_ns: int
     total_ns: int
-    def __init__(self, queue_ns: _Optional[int] = ..., pass_ns: _Optional[int] = ..., total_ns: _Optional[int] = ...) -> None: ...
+    first_pass: int
+    def __init__(self, queue_ns: _Optional[int] = ..., pass_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., first_pass: _Optional[int] = ...) -> None: ...

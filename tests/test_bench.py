@@ -170,11 +170,13 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("untimed")
-def test_a_benchmark_measures_all_engines_and_leaves_nothing(folder: Path) -> None:
-    picture, file = folder / "picture.svg", folder / "report.json"
-    result = _bench(
-        folder, "--tokens", "12", "--draft-tokens", "2", "--picture", str(picture), "--json", str(file)
-    )
+def test_a_benchmark_measures_all_engines_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.recording.SETTLE_SECONDS", 0.05)
+    picture, file, timeline = folder / "picture.svg", folder / "report.json", folder / "timeline.html"
+    files = ["--picture", str(picture), "--json", str(file), "--timeline", str(timeline)]
+    result = _bench(folder, "--tokens", "12", "--draft-tokens", "2", *files)
     assert result.exit_code == 0, result.stderr
     told = json.loads(file.read_text())
     assert len(told["samples"]) == told["num_runs"] == 2 * 2 * 4
@@ -186,6 +188,7 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(folder: Path) -> No
     assert told["greedy_differences"] == {engine: [] for engine in engines - {TRANSFORMERS}}
     assert "| 0 | Outrider, K = 2" in result.stdout
     assert "<svg" in picture.read_text()
+    assert '<option value="1">Outrider, K = 2</option>' in timeline.read_text()
     assert psutil.Process().children() == []
 
 

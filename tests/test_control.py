@@ -52,6 +52,7 @@ async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(ser
     assert {w.process_id for w in status.workers} == {os.getpid()}
     assert (status.num_running_sessions, status.num_waiting_sessions) == (0, 0)
     assert status.uptime_seconds > 0
+    assert all(0 < w.busy.busy_seconds < w.busy.serving_seconds for w in status.workers)
     assert all(PassCost.from_message(w.cost).seconds[0] > 0 for w in status.workers)
     assert status.totals.num_requests == 2
     for name in ("num_completion_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):

@@ -1,4 +1,4 @@
-"""A pass waits for sessions that are about to come back where one pass of all saves more than the wait costs."""
+"""A pass waits for sessions that are about to come back where one pass of all saves more than that costs."""
 
 import asyncio
 import time

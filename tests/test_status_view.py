@@ -12,6 +12,7 @@ from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.status_view import as_json, view
 from protos.control_pb2 import Totals
 from protos.pass_cost import PassCost
+from protos.worker_pb2 import BusyTime
 
 STATE = DeploymentState(
     name="night",
@@ -75,6 +76,22 @@ def test_what_passes_take_is_shown_where_it_is_known() -> None:
     assert target["cost"]["rows"] == [1, 4, 64]
     assert target["cost"]["seconds"] == [0.0381, 0.042, 0.3]
     assert "cost" not in coordinator
+
+
+def test_how_busy_a_worker_was_lately_is_shown_where_it_tells() -> None:
+    busy = BusyTime(serving_seconds=100.0, busy_seconds=30.0, num_passes=7, num_rows=9, recent_share=0.937)
+    report = replace(REPORT, actors=(COORDINATOR, replace(TARGET, busy=busy)))
+    row = next(line for line in _shown(report).splitlines() if "target-0" in line)
+    assert row.split()[-3:] == ["2", "94%", "healthy"]
+    coordinator, target = json.loads(json.dumps(as_json(report)))["actors"]
+    assert target["busy"] == {
+        "serving_seconds": 100.0,
+        "busy_seconds": 30.0,
+        "num_passes": 7,
+        "num_rows": 9,
+        "recent_share": 0.937,
+    }
+    assert "busy" not in coordinator
 
 
 def test_what_is_wrong_is_shown_with_what_to_do() -> None:

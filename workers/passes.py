@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from protos.pass_cost import PassCost, PassShape
 from protos.status import TaskError
 from protos.worker_pb2 import DraftTask, TaskReply, VerifyTask
+from workers.busy import Busy
 from workers.calibration import Calibration
 from workers.cost_model import CostModel
 from workers.jobs import DraftJob, Job
@@ -62,6 +63,7 @@ class PassLoop:
         `max_pass_tokens` bounds a pass with prefills, `max_step_seconds` how long a round takes beside them,
         `calibration_seconds` the passes that measure while nothing is asked.
         """
+        self.busy = Busy()
         self._model = model
         self._slots = slots
         self._open_job = open_job
@@ -190,9 +192,13 @@ class PassLoop:
         for work in [w for w in self._at_work if not isinstance(w.task, DraftTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
         plan = self._plan()
-        if plan and not self._others_are_due(plan):
-            self._pass_at = 0.0
+        if self._others_are_due(plan):
+            return answered
+        self._pass_at = 0.0
+        if plan:
+            self.busy.begin()
             self._run_pass(plan, answered)
+            self.busy.end()
         return answered
 
     def _others_are_due(self, plan: list[Planned]) -> bool:
@@ -203,6 +209,7 @@ class PassLoop:
         cost, now = self._cost_model.cost, time.monotonic()
         if (
             cost is None
+            or not plan
             or isinstance(plan[0].work.task, DraftTask)
             or (self._pass_at and now >= self._pass_at)
         ):
@@ -282,7 +289,7 @@ class PassLoop:
         return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
     def _run_pass(self, plan: list[Planned], answered: list[tuple[Work, TaskReply]]) -> None:
-        started_ns = time.monotonic_ns()
+        started_ns, first_pass = time.monotonic_ns(), self.busy.num_passes
         try:
             results = compute(self._model, plan, self._cost_model.cost)
         except Exception:
@@ -294,19 +301,22 @@ class PassLoop:
                     self._run_pass([alone], answered)
             return
         pass_ns = time.monotonic_ns() - started_ns
-        shape, num_passes = PassShape(), 1
+        shape, num_passes, num_drawn = PassShape(), 1, 0
         for planned, result in zip(plan, results, strict=True):
             work, job, feed = planned.work, planned.job, planned.feed
             shape = shape.with_feed(feed.start, len(feed.tokens))
-            work.started_ns = work.started_ns or started_ns
+            if not work.started_ns:
+                work.started_ns, work.first_pass = started_ns, first_pass
             work.pass_ns += pass_ns
             job.slot.tokens.extend(feed.tokens)
             if isinstance(result, list):
                 num_passes = max(num_passes, len(result))
+                num_drawn += len(result) - 1  # and fed again
                 job.slot.tokens.extend([one.token for one in result[:-1]])
             del job.pending[: len(feed.tokens)]
             if not job.pending:
                 self._advance(work, job, result, answered)
+        self.busy.count(num_passes, shape.num_rows + num_drawn)
         if num_passes == 1 or shape.num_rows <= 2 * shape.num_sequences:  # its passes were alike
             self._cost_model.observe(shape, (time.monotonic_ns() - started_ns) / 1e9 / num_passes)
 

@@ -1,8 +1,8 @@
 """When the sessions that were answered come back, and whether a pass had better wait for them.
 
 Knows sessions, times and what passes take; no model and no task. A pass that begins while other sessions are
-on their way leaves them to a pass of their own, and so it goes on for ever: two passes of half the rows, which
-take much longer than one of all. Who is back in less than a merged pass saves is waited for.
+on their way leaves them to a pass of their own, and so it goes on for ever: two passes of half the rows, where
+one of all takes hardly longer. Who is back in less than that saves is waited for.
 """
 
 from dataclasses import dataclass

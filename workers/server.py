@@ -244,6 +244,7 @@ class WorkerServer:
             num_tasks=self._passes.num_tasks,
             process_id=os.getpid(),
             cost=None if cost is None else cost.to_message(),
+            busy=self._passes.busy.to_message(),
         )
 
     def require_control_token(self, shown: Any) -> None:

@@ -20,6 +20,7 @@ class Work:
     reply: Callable[[TaskReply], None]  # called on the event loop, exactly once
     arrived_ns: int = field(default_factory=time.monotonic_ns)
     started_ns: int = 0
+    first_pass: int = 0  # the worker's first one that the task took part in
     pass_ns: int = 0
     job: Job | None = None
 
@@ -39,6 +40,7 @@ class Work:
                 queue_ns=self.started_ns - self.arrived_ns,
                 pass_ns=self.pass_ns,
                 total_ns=time.monotonic_ns() - self.arrived_ns,
+                first_pass=self.first_pass,
             )
             for name in ("draft", "verify"):
                 if outcome.HasField(name):
