@@ -17,6 +17,7 @@ from protos import control_pb2_grpc
 from protos.authorization import metadata
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Totals, WorkerHealth
 from protos.pass_cost import PassCost
+from protos.worker_pb2 import PrefixCache
 
 Memory = dict[int, int]  # bytes of each living process of the deployment
 ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
@@ -38,6 +39,7 @@ class ActorStatus:
     num_sessions: int | None
     problem: str  # in words; empty when healthy
     cost: PassCost | None = None  # what passes of its model take
+    prefixes: PrefixCache | None = None  # what its sessions have taken over from others
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def _workers(
             num_sessions=health.num_sessions if status else None,
             problem=_process_problem(worker.pid, memory) or ("" if health.is_healthy else health.problem),
             cost=_cost(health),
+            prefixes=health.prefixes if health.HasField("prefixes") else None,
         )
 
 

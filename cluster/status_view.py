@@ -16,6 +16,7 @@ from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.terminal import plural
 from protos.control_pb2 import Totals
 from protos.pass_cost import PassCost, PassShape
+from protos.worker_pb2 import PrefixCache
 
 GB = 1e9
 _SHOWN_ROWS = (1, 4, 16, 64, 256)
@@ -54,7 +55,19 @@ def view(report: DeploymentReport) -> Group:
     passes = [Text(f"a pass of {actor.name}: {_cost(actor.cost)}") for actor in report.actors if actor.cost]
     if passes:
         passes.append(Text(_ROWS_IN_WORDS, "dim"))
-    return Group(*lines, _table(report.actors), *passes, Text(_counts(report)), *map(Text, report.problems))
+    prompts = [
+        Text(f"prompts of {actor.name}: {_prefixes(actor.prefixes)}")
+        for actor in report.actors
+        if actor.prefixes and actor.prefixes.num_prefills
+    ]
+    return Group(
+        *lines,
+        _table(report.actors),
+        *passes,
+        *prompts,
+        Text(_counts(report)),
+        *map(Text, report.problems),
+    )
 
 
 def _table(actors: Sequence[ActorStatus]) -> Table:
@@ -85,6 +98,14 @@ def _cost(cost: PassCost) -> str:
     return ", ".join(
         f"{plural(rows, 'row')} {_milliseconds(cost.pass_seconds(PassShape(rows, 0, 1)))} ms"
         for rows in shown
+    )
+
+
+def _prefixes(prefixes: PrefixCache) -> str:
+    """How often a prompt, or its beginning, was there already, and what that saved."""
+    return (
+        f"{prefixes.num_hits / prefixes.num_prefills:.0%} of {prefixes.num_prefills} shared a prefix;"
+        f" {plural(prefixes.num_cached_tokens, 'token')} of {prefixes.num_prefill_tokens} were not computed again"
     )
 
 
@@ -157,6 +178,9 @@ def as_json(report: DeploymentReport) -> dict[str, Any]:
 def _actor_as_json(actor: ActorStatus) -> dict[str, Any]:
     fields = {name: getattr(actor, name) for name in ActorStatus.__dataclass_fields__ if name != "problem"}
     fields["cost"] = actor.cost and asdict(actor.cost)
+    fields["prefixes"] = actor.prefixes and {
+        field.name: getattr(actor.prefixes, field.name) for field in actor.prefixes.DESCRIPTOR.fields
+    }
     return _known(fields | {"is_healthy": not actor.problem, "problem": actor.problem or None})
 
 

@@ -89,6 +89,8 @@ async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerH
     health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
     if status.HasField("cost"):
         health.cost.CopyFrom(status.cost)
+    if status.HasField("prefixes"):
+        health.prefixes.CopyFrom(status.prefixes)
     health.problem = problem if client.is_connected else "answers, but its task stream is down"
     health.is_healthy = not health.problem
     return health

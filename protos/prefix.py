@@ -3,6 +3,7 @@
 Coordinator and workers compare prefixes by it without sending them. Knows tokens only.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Self
 
@@ -55,6 +56,11 @@ class TokenPrefix:
     def pack_since(self, start: int) -> bytes:
         """The same as the wire's bytes."""
         return pack_tokens(self._tokens[start:])
+
+    def common_by_hash(self, other: "TokenPrefix") -> int:
+        """How far both agree, by their hashes alone: at no cost, and too far where somebody made hashes meet."""
+        lengths = range(1, min(len(self), len(other)) + 1)
+        return bisect_left(lengths, True, key=lambda n: self._hashes[n] != other._hashes[n])
 
     def common_length(self, start: int, tokens: Sequence[int]) -> int:
         """How far this sequence agrees with one that shares the first `start` tokens and goes on as given."""

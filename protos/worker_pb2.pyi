@@ -69,20 +69,34 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost")
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "prefixes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_slots: int
     num_slots_used: int
     num_tasks: int
     process_id: int
     cost: PassCost
-    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixCache
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+
+class PrefixCache(_message.Message):
+    __slots__ = ("num_prefills", "num_hits", "num_prefill_tokens", "num_cached_tokens")
+    NUM_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_prefills: int
+    num_hits: int
+    num_prefill_tokens: int
+    num_cached_tokens: int
+    def __init__(self, num_prefills: _Optional[int] = ..., num_hits: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PassCost(_message.Message):
     __slots__ = ("rows", "seconds", "seconds_per_position", "seconds_per_sequence")

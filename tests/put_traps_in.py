@@ -207,9 +207,16 @@ TRAPS = [
     Trap(
         "the last committed token is not fed again",
         "workers/slots.py",
-        "state.base_length - 1)",
-        "state.base_length)",
+        "state.base_length - num_again)\n        missing",
+        "state.base_length)\n        missing",
         "test_slots",
+    ),
+    Trap(
+        "drafts become the prefix of another session",
+        "workers/slots.py",
+        "min(len(self.tokens), self.num_committed)",
+        "len(self.tokens)",
+        "test_prefix_sharing",
     ),
     Trap(
         "p of a position sees later drafts",
