@@ -103,10 +103,8 @@ def _cost(cost: PassCost) -> str:
 
 def _prefixes(prefixes: PrefixCache) -> str:
     """How often a prompt, or its beginning, was there already, and what that saved."""
-    return (
-        f"{prefixes.num_hits / prefixes.num_prefills:.0%} of {prefixes.num_prefills} shared a prefix;"
-        f" {plural(prefixes.num_cached_tokens, 'token')} of {prefixes.num_prefill_tokens} were not computed again"
-    )
+    share = f"{prefixes.num_hits / prefixes.num_prefills:.0%} of {prefixes.num_prefills} shared a prefix"
+    return f"{share}; {prefixes.num_cached_tokens} of {prefixes.num_prefill_tokens} tokens were there already"
 
 
 def _milliseconds(seconds: float) -> str:

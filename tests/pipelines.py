@@ -57,7 +57,7 @@ async def pipeline(
 ) -> AsyncIterator[Pipeline]:
     """Serve the models; keyword arguments go into the CoordinatorConfig.
 
-    Where `worker` says nothing else, sessions share every prefix, however short: what is proved holds with that.
+    Where `worker` says nothing else, sessions share every prefix, however short: the proofs hold with that.
     """
     secret = None if control_token is None else SecretStr(control_token)
     settings = {"control_token": secret, "num_draft_tokens": 3, **coordinator}

@@ -53,6 +53,7 @@ async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(ser
     assert (status.num_running_sessions, status.num_waiting_sessions) == (0, 0)
     assert status.uptime_seconds > 0
     assert all(PassCost.from_message(w.cost).seconds[0] > 0 for w in status.workers)
+    assert all(w.prefixes.num_hits > 0 for w in status.workers)  # the samples of one prompt
     assert status.totals.num_requests == 2
     for name in ("num_completion_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(status.totals, name) == sum(getattr(usage, name) for usage in usages) > 0

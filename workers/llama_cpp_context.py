@@ -133,9 +133,9 @@ class LlamaCppContext:
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
     def copy(self, source: int, sequence: int) -> None:
-        """Let an empty sequence hold what another one does: sequences with caches of their own are copied whole.
+        """Let an empty sequence hold all that another one does: those with caches of their own share no part.
 
-        What it costs is due at the next pass.
+        The next pass copies, and takes longer by that.
         """
         llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
 

@@ -1,4 +1,4 @@
-"""Which slot has the most of the tokens that a session wants, so that it takes them over instead of computing them.
+"""Which slot has the most of the tokens that a session wants, so that it can take them over.
 
 Knows tokens and positions; runs no model and copies nothing.
 """

@@ -64,8 +64,8 @@ class WorkerConfig(Binding):
     max_step_seconds: float = Field(default=0.5, gt=0)
     calibration_seconds: float = Field(default=2.0, ge=0)  # of passes that measure while nothing is asked
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
-    # Sessions take over prefixes of at least so many tokens that others, also past ones, have computed. None: each
-    # computes its own, and nobody can tell from how long it takes what others have asked.
+    # Sessions take over prefixes of at least so many tokens that others, also past ones, have computed. None:
+    # each computes its own, and nobody can tell from how long it takes what others have asked.
     min_shared_tokens: int | None = Field(default=MIN_SHARED_TOKENS, ge=1)
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)

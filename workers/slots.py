@@ -4,13 +4,14 @@ Knows sessions, slots and the rules by which a task fits a slot; runs no model b
 the worker's copy of a truth that the coordinator holds, so any of it may be lost: an idle slot is given away,
 least recently used first, and a session that comes back is told to send its tokens again.
 
-A task that lacks many tokens takes over those that another slot holds, of a session that is there or over, and
-waits for those that another task is about to feed. Only what a coordinator has sent as committed is taken
+A task that lacks many tokens takes over those that another slot holds, of a session that is there or over,
+and waits for those that another task is about to feed. Only what a coordinator has sent as committed is taken
 over: what a slot holds beyond it are drafts, and what came of them is not known here.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
@@ -112,7 +113,7 @@ class SlotTable:
         return self._vacant.slots
 
     def emptied(self, num_slots: int) -> tuple[int, ...]:
-        """Slots that hold nothing, ascending: at least so many, or all. Costs the prefixes used least recently."""
+        """Slots that hold nothing, ascending: at least so many, or all. Costs prefixes, the oldest first."""
         return self._vacant.emptied(num_slots)
 
     def answered_within(self, seconds: float) -> bool:
@@ -141,7 +142,7 @@ class SlotTable:
         """Cut the session's slot back to what it shares with the committed tokens, and mark it busy.
 
         Returns the slot and the committed tokens that are still to be fed: at least the last `num_again`, by
-        default x_{L-1}. Where the slot is behind another one, `catch_up` says how many need not be fed any more.
+        default x_{L-1}. Where the slot waits for another one, `catch_up` tells how many of them need not be.
         `num_ahead` positions behind them must fit too. Raises TaskError: INVALID_ARGUMENT for a state that
         cannot be, FAILED_PRECONDITION when tokens are missing before `start`, RESOURCE_EXHAUSTED without a
         slot, UNAVAILABLE while another task of the session is worked on.
@@ -169,11 +170,10 @@ class SlotTable:
         slot.num_committed, slot.num_taken = state.base_length, 0
         num_lacking = state.base_length - num_again - min(num_held, shared)
         if num_lacking >= self._min_shared:
-            slot.wanted = TokenPrefix((slot.tokens.since(0) + missing)[: state.base_length - num_again])
-            self.counts.num_prefills += 1
-            self.counts.num_prefill_tokens += num_lacking
-            self._count_taken(slot, num_lacking + num_again - len(missing))
-            del missing[: self._share(slot)]
+            self._count_prefill(slot, num_lacking, num_lacking + num_again - len(missing))
+            wanted = TokenPrefix((slot.tokens.since(0) + missing)[: state.base_length - num_again])
+            del missing[: self._share(slot, wanted)]
+            slot.wanted = wanted  # for others to wait for, now that nothing can fail
         slot.busy = True
         slot.touched = self._clock()
         return slot, missing
@@ -183,17 +183,23 @@ class SlotTable:
 
         What it waits for has an end: a slot that others wait for never waits itself.
         """
-        if slot.ahead is None or not slot.ahead.is_done:
+        if slot.wanted is None or slot.ahead is None or not slot.ahead.is_done:
             return 0
-        return self._share(slot)
+        return self._share(slot, slot.wanted)
 
-    def _share(self, slot: Slot) -> int:
-        """Take over what another slot holds of the tokens wanted, or find the task to wait for."""
-        assert slot.wanted is not None, "only a slot that lacks tokens takes some over"
+    def _share(self, slot: Slot, wanted: TokenPrefix) -> int:
+        """Take over what another slot holds of the tokens wanted, and find the task to wait for.
+
+        Returns how many were taken over.
+        """
         slot.ahead = None
         num_held = len(slot.tokens)
-        holdings = [other.holding for other in self._by_session.values() if other is not slot]
-        source, length = longest(slot.wanted, [*holdings, *self._vacant.holdings])
+        others = [
+            other.holding
+            for other in self._by_session.values()
+            if len(other.tokens) > num_held and other is not slot
+        ]
+        source, length = longest(wanted, [*others, *self._vacant.holdings])
         num_taken = length - num_held
         if source is not None and num_taken >= self._min_shared:
             self.cut(slot, 0)  # so that it holds what it stands for, should the engine fail
@@ -204,21 +210,27 @@ class SlotTable:
         else:
             num_taken = 0
         if slot.last_reply is None:  # who was answered before is decoding, and waits for nobody
-            slot.ahead = self._ahead_of(slot, slot.wanted)
+            slot.ahead = self._ahead_of(slot, wanted)
         return num_taken
 
     def _ahead_of(self, slot: Slot, wanted: TokenPrefix) -> Ahead | None:
         """The task that will feed most of the tokens wanted, where that is worth waiting for."""
-        ahead = [
-            Ahead(other, other.wanted, wanted.common_by_hash(other.wanted))
+        num_held = len(slot.tokens)
+        others = [
+            (wanted.common_by_hash(other.wanted), other, other.wanted)
             for other in self._by_session.values()
-            if other.wanted is not None and other.ahead is None and len(other.tokens) >= len(slot.tokens)
-            if other is not slot
+            if other.wanted is not None and other.ahead is None
+            if len(other.tokens) >= num_held and other is not slot
         ]
-        best = max(ahead, key=lambda task: task.length, default=None)
-        if best is None or best.is_done or best.length - len(slot.tokens) < self._min_shared:
+        length, other, theirs = max(others, key=itemgetter(0), default=(0, slot, wanted))
+        if length - num_held < self._min_shared or len(other.tokens) >= length:
             return None
-        return best
+        return Ahead(other, theirs, length)
+
+    def _count_prefill(self, slot: Slot, num_lacking: int, num_taken: int) -> None:
+        self.counts.num_prefills += 1
+        self.counts.num_prefill_tokens += num_lacking
+        self._count_taken(slot, num_taken)
 
     def _count_taken(self, slot: Slot, num_tokens: int) -> None:
         if num_tokens:

@@ -1,10 +1,10 @@
 """Slots that no session has: empty ones, and those that still hold the committed tokens of one that is over.
 
-Knows which of them a session gets and which prefix gives way, the least recently used one first. Does not know
-sessions, nor who takes a prefix over.
+Knows which of them a session gets and which prefix gives way, the least recently used one first. Does not
+know sessions, nor who takes a prefix over.
 
-Live sessions stand in the lowest slots, where neighbours share calls of attention and a pass of fixed shape ends
-early. So what a session leaves behind moves up when another session needs its place.
+Live sessions stand in the lowest slots, where neighbours share calls of attention and a pass of fixed shape
+ends early. So what a session leaves behind moves up when another session needs its place.
 """
 
 from collections.abc import Iterable, Sequence
