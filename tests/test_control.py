@@ -42,7 +42,7 @@ async def served() -> AsyncIterator[Pipeline]:
 
 
 async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(served: Pipeline) -> None:
-    usages = [(await generate(served.stub, [1], max_tokens=30, n=n)).usage for n in (1, 3)]
+    usages = [(await generate(served.stub, [1, 2], max_tokens=30, n=n)).usage for n in (1, 3)]
     status = await _status(served.address)
     assert [(w.role, w.model, w.is_healthy, w.problem) for w in status.workers] == [
         ("target", "t", True, ""),
