@@ -17,7 +17,7 @@ from protos import control_pb2_grpc
 from protos.authorization import metadata
 from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest, Totals, WorkerHealth
 from protos.pass_cost import PassCost
-from protos.worker_pb2 import BusyTime
+from protos.worker_pb2 import BusyTime, PrefixCache
 
 Memory = dict[int, int]  # bytes of each living process of the deployment
 ANSWER_SECONDS = 3.0  # the coordinator itself waits a second for its workers
@@ -40,6 +40,7 @@ class ActorStatus:
     problem: str  # in words; empty when healthy
     cost: PassCost | None = None  # what passes of its model take
     busy: BusyTime | None = None  # how much of its time its model was at work
+    prefixes: PrefixCache | None = None  # what its sessions have taken over from others
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ def _workers(
             problem=_process_problem(worker.pid, memory) or ("" if health.is_healthy else health.problem),
             cost=_cost(health),
             busy=health.busy if health.HasField("busy") else None,
+            prefixes=health.prefixes if health.HasField("prefixes") else None,
         )
 
 

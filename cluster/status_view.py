@@ -16,6 +16,7 @@ from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.terminal import plural
 from protos.control_pb2 import Totals
 from protos.pass_cost import PassCost, PassShape
+from protos.worker_pb2 import PrefixCache
 
 GB = 1e9
 _SHOWN_ROWS = (1, 4, 16, 64, 256)
@@ -54,7 +55,19 @@ def view(report: DeploymentReport) -> Group:
     passes = [Text(f"a pass of {actor.name}: {_cost(actor.cost)}") for actor in report.actors if actor.cost]
     if passes:
         passes.append(Text(_ROWS_IN_WORDS, "dim"))
-    return Group(*lines, _table(report.actors), *passes, Text(_counts(report)), *map(Text, report.problems))
+    prompts = [
+        Text(f"prompts of {actor.name}: {_prefixes(actor.prefixes)}")
+        for actor in report.actors
+        if actor.prefixes and actor.prefixes.num_prefills
+    ]
+    return Group(
+        *lines,
+        _table(report.actors),
+        *passes,
+        *prompts,
+        Text(_counts(report)),
+        *map(Text, report.problems),
+    )
 
 
 def _table(actors: Sequence[ActorStatus]) -> Table:
@@ -87,6 +100,12 @@ def _cost(cost: PassCost) -> str:
         f"{plural(rows, 'row')} {_milliseconds(cost.pass_seconds(PassShape(rows, 0, 1)))} ms"
         for rows in shown
     )
+
+
+def _prefixes(prefixes: PrefixCache) -> str:
+    """How often a prompt, or its beginning, was there already, and what that saved."""
+    share = f"{prefixes.num_hits / prefixes.num_prefills:.0%} of {prefixes.num_prefills} shared a prefix"
+    return f"{share}; {prefixes.num_cached_tokens} of {prefixes.num_prefill_tokens} tokens were there already"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -158,9 +177,11 @@ def as_json(report: DeploymentReport) -> dict[str, Any]:
 def _actor_as_json(actor: ActorStatus) -> dict[str, Any]:
     fields = {name: getattr(actor, name) for name in ActorStatus.__dataclass_fields__ if name != "problem"}
     fields["cost"] = actor.cost and asdict(actor.cost)
-    fields["busy"] = actor.busy and {
-        field.name: getattr(actor.busy, field.name) for field in actor.busy.DESCRIPTOR.fields
-    }
+    for name in ("busy", "prefixes"):
+        message = getattr(actor, name)
+        fields[name] = message and {
+            field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields
+        }
     return _known(fields | {"is_healthy": not actor.problem, "problem": actor.problem or None})
 
 

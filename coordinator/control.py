@@ -114,6 +114,8 @@ async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerH
         health.cost.CopyFrom(status.cost)
     if status.HasField("busy"):
         health.busy.CopyFrom(status.busy)
+    if status.HasField("prefixes"):
+        health.prefixes.CopyFrom(status.prefixes)
     health.problem = problem if client.is_connected else "answers, but its task stream is down"
     health.is_healthy = not health.problem
     return health

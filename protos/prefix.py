@@ -3,6 +3,7 @@
 Coordinator and workers compare prefixes by it without sending them. Knows tokens only.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Self
 
@@ -55,6 +56,14 @@ class TokenPrefix:
     def pack_since(self, start: int) -> bytes:
         """The same as the wire's bytes."""
         return pack_tokens(self._tokens[start:])
+
+    def common_by_hash(self, other: "TokenPrefix") -> int:
+        """How far both agree by their hashes alone: at no cost, too far where hashes were made to meet."""
+        mine, theirs = self._hashes, other._hashes
+        length = min(len(mine), len(theirs)) - 1
+        if mine[length] == theirs[length] or mine[1] != theirs[1]:  # as a rule
+            return length if mine[length] == theirs[length] else 0
+        return bisect_left(range(1, length + 1), True, key=lambda n: mine[n] != theirs[n])
 
     def common_length(self, start: int, tokens: Sequence[int]) -> int:
         """How far this sequence agrees with one that shares the first `start` tokens and goes on as given."""

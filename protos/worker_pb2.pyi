@@ -87,18 +87,32 @@ class WorkerStatus(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ...) -> None: ...
 
 class BusyTime(_message.Message):
-    __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share")
+    __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share", "prefixes")
     SERVING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     RECENT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     serving_seconds: float
     busy_seconds: float
     num_passes: int
     num_rows: int
     recent_share: float
-    def __init__(self, serving_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., recent_share: _Optional[float] = ...) -> None: ...
+    prefixes: PrefixCache
+    def __init__(self, serving_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., recent_share: _Optional[float] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+
+class PrefixCache(_message.Message):
+    __slots__ = ("num_prefills", "num_hits", "num_prefill_tokens", "num_cached_tokens")
+    NUM_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_prefills: int
+    num_hits: int
+    num_prefill_tokens: int
+    num_cached_tokens: int
+    def __init__(self, num_prefills: _Optional[int] = ..., num_hits: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PassCost(_message.Message):
     __slots__ = ("rows", "seconds", "seconds_per_position", "seconds_per_sequence")

@@ -55,10 +55,13 @@ async def pipeline(
     control_token: str | None = None,
     **coordinator: Any,
 ) -> AsyncIterator[Pipeline]:
-    """Serve the models; keyword arguments go into the CoordinatorConfig."""
+    """Serve the models; keyword arguments go into the CoordinatorConfig.
+
+    Where `worker` says nothing else, sessions share every prefix, however short: the proofs hold with that.
+    """
     secret = None if control_token is None else SecretStr(control_token)
     settings = {"control_token": secret, "num_draft_tokens": 3, **coordinator}
-    worker = worker or WorkerConfig(control_token=secret)
+    worker = worker or WorkerConfig(control_token=secret, min_shared_tokens=1)
     async with contextlib.AsyncExitStack() as stack:
         target_server = WorkerServer("target", target, ModelIdentity("t", "", end_token_ids, "table"), worker)
         addresses = {"targets": [await target_server.start()]}

@@ -78,23 +78,24 @@ TRAPS = [
     Trap(
         "sampled at another temperature than shipped",
         "workers/jobs.py",
-        "self._tokens.append(row.draw(coin))",
-        "self._tokens.append(self._make_row(Distribution(q.ids, q.probabilities**2)).draw(coin))",
+        "self._tokens.append(row.draw(self._coin(len(self._tokens))))",
+        "other = self._make_row(Distribution(q.ids, q.probabilities**2))\n"
+        "        self._tokens.append(other.draw(self._coin(len(self._tokens))))",
         "test_jobs",
     ),
     Trap(
         "greedy draft with a soft q",
         "workers/jobs.py",
-        "self._tokens.append(row.draw(coin))",
+        "self._tokens.append(row.draw(self._coin(len(self._tokens))))",
         "self._tokens.append(int(row.ids[row.counts.argmax()]))",
         "test_jobs",
     ),
     Trap(
         "sampled from the full q, shipped truncated",
         "workers/jobs.py",
-        "self._tokens.append(row.draw(coin))",
+        "self._tokens.append(row.draw(self._coin(len(self._tokens))))",
         "whole = distribution(logits[0], settings_of(self._task.sampling))\n"
-        "        self._tokens.append(quantise_full(whole.probabilities).draw(coin))",
+        "        self._tokens.append(quantise_full(whole.probabilities).draw(self._coin(len(self._tokens))))",
         "test_jobs",
     ),
     Trap(
@@ -207,9 +208,16 @@ TRAPS = [
     Trap(
         "the last committed token is not fed again",
         "workers/slots.py",
-        "state.base_length - 1)",
-        "state.base_length)",
+        "state.base_length - num_again)\n        missing",
+        "state.base_length)\n        missing",
         "test_slots",
+    ),
+    Trap(
+        "drafts become the prefix of another session",
+        "workers/slots.py",
+        "min(len(self.tokens), self.num_committed)",
+        "len(self.tokens)",
+        "test_prefix_sharing",
     ),
     Trap(
         "p of a position sees later drafts",

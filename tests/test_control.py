@@ -42,7 +42,7 @@ async def served() -> AsyncIterator[Pipeline]:
 
 
 async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(served: Pipeline) -> None:
-    usages = [(await generate(served.stub, [1], max_tokens=30, n=n)).usage for n in (1, 3)]
+    usages = [(await generate(served.stub, [1, 2], max_tokens=30, n=n)).usage for n in (1, 3)]
     status = await _status(served.address)
     assert [(w.role, w.model, w.is_healthy, w.problem) for w in status.workers] == [
         ("target", "t", True, ""),
@@ -54,6 +54,7 @@ async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(ser
     assert status.uptime_seconds > 0
     assert all(0 < w.busy.busy_seconds < w.busy.serving_seconds for w in status.workers)
     assert all(PassCost.from_message(w.cost).seconds[0] > 0 for w in status.workers)
+    assert all(w.prefixes.num_hits > 0 for w in status.workers)  # the samples of one prompt
     assert status.totals.num_requests == 2
     for name in ("num_completion_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert getattr(status.totals, name) == sum(getattr(usage, name) for usage in usages) > 0

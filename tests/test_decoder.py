@@ -188,6 +188,15 @@ def test_a_broken_position_is_remembered_though_its_logits_were_not_wanted(spoil
     same(other, spoiling.expected(neighbour))
 
 
+def test_a_broken_position_is_broken_where_it_is_copied_to(spoiling: Pair) -> None:
+    spoiling.feed(0, 0, [1, 2, SPOILT, 3], 0)
+    spoiling.feed(2, 0, [4, SPOILT, 4], 0)
+    spoiling.engine.copy(0, 1, 4)
+    spoiling.engine.copy(0, 2, 2)
+    assert np.isnan(spoiling.feed(1, 4, [5])).all()
+    same(spoiling.feed(2, 2, [5]), spoiling.expected([1, 2, 5], 1))
+
+
 def test_numbers_that_are_not_finite_do_not_outlive_their_session(spoiling: Pair) -> None:
     draw = random.Random(7)
     prompts = [sound(draw, 5), sound(draw, 20)]

@@ -168,6 +168,67 @@ def test_truncate_leaves_shorter_slots_alone(simple: Pair, draw: random.Random) 
     same(simple.feed(0, 6, [1]), simple.expected([*tokens, 1], 1))
 
 
+def test_a_copied_prefix_goes_on_as_if_freshly_prefilled_and_leaves_its_source_alone(
+    pair: Pair, draw: random.Random
+) -> None:
+    """Whatever lay in the slot, and however long the prefix is beside a window."""
+    tokens = some(draw, 3 * WINDOW)
+    for length in (1, WINDOW - 1, WINDOW + 1, len(tokens)):
+        pair.feed(3, 0, tokens, 0)
+        pair.feed(0, 0, some(draw, MAX_LENGTH), 0)
+        pair.engine.copy(3, 0, length)
+        mine, theirs = some(draw, 5), some(draw, 2)
+        logits = pair.engine.forward(
+            [Feed(0, length, mine, len(mine)), Feed(3, len(tokens), theirs, len(theirs))]
+        )
+        same(logits[0], pair.expected(tokens[:length] + mine, len(mine)))
+        same(logits[1], pair.expected(tokens + theirs, len(theirs)))
+
+
+def test_a_copy_outlives_its_source_and_copies_of_copies_are_right(pair: Pair, draw: random.Random) -> None:
+    tokens, others = some(draw, 20), some(draw, 20)
+    pair.feed(0, 0, tokens, 0)
+    pair.engine.copy(0, 1, 15)
+    pair.engine.copy(1, 2, 10)  # before any pass
+    pair.engine.truncate(0, 0)
+    pair.feed(0, 0, others, 0)
+    pair.engine.copy(0, 1, 20)
+    same(pair.feed(2, 10, [5, 6]), pair.expected([*tokens[:10], 5, 6], 2))
+    same(pair.feed(1, 20, [7]), pair.expected([*others, 7], 1))
+
+
+def test_a_slot_holds_what_was_copied_and_no_more(simple: Pair, draw: random.Random) -> None:
+    simple.feed(0, 0, some(draw, 20), 0)
+    simple.feed(1, 0, some(draw, 30), 0)
+    for length in (7, 0):
+        simple.engine.copy(0, 1, length)
+        with pytest.raises(ValueError, match=rf"start {length + 1} of slot 1 is not in 0\.\.{length}"):
+            simple.feed(1, length + 1, [1])
+    tokens = some(draw, 9)
+    same(simple.feed(1, 0, tokens), simple.expected(tokens))
+
+
+@pytest.mark.parametrize(
+    ("source", "slot", "length", "message"),
+    [
+        (4, 0, 1, r"slot 4 is not in 0\.\.3"),
+        (0, -1, 1, r"slot -1 is not in 0\.\.3"),
+        (0, 0, 1, "slot 0 is to be copied onto itself"),
+        (0, 1, 4, r"length 4 is not in 0\.\.3, what slot 0 holds"),
+        (0, 1, -1, r"length -1 is not in 0\.\.3, what slot 0 holds"),
+    ],
+)
+def test_a_copy_that_cannot_be_is_refused_and_changes_nothing(
+    source: int, slot: int, length: int, message: str, simple: Pair
+) -> None:
+    simple.feed(0, 0, [1, 2, 3], 0)
+    simple.feed(1, 0, [4, 5], 0)
+    with pytest.raises(ValueError, match=message):
+        simple.engine.copy(source, slot, length)
+    same(simple.feed(0, 3, [7]), simple.expected([1, 2, 3, 7], 1))
+    same(simple.feed(1, 2, [7]), simple.expected([4, 5, 7], 1))
+
+
 def test_each_feed_gets_logits_for_as_many_last_positions_as_it_wants(
     pair: Pair, draw: random.Random
 ) -> None:

@@ -108,8 +108,8 @@ async def test_chunks_beside_decoding_sessions_keep_the_step_and_others_are_larg
         stream = worker.connect()
         prompt = np.random.default_rng(1).integers(0, V, size=1500).tolist()
         del gate.passes[:]
-        (alone,) = await stream.ask(plain(prompt, "alone"))
-        assert judged(alone) == verdict_of(prompt, [], [])
+        (alone,) = await stream.ask(plain(prompt[::-1], "alone"))
+        assert judged(alone) == verdict_of(prompt[::-1], [], [])
         assert max(map(sum, gate.passes)) == 256
         await stream.send(released=["alone"])
         text = list(PROMPT)

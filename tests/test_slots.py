@@ -16,7 +16,7 @@ from protos.status import TaskError
 from protos.wire import pack_tokens
 from protos.worker_pb2 import SessionState, TaskReply, VerifyResult
 from workers.language_model import Feed
-from workers.slots import Slot, SlotTable
+from workers.slots import MIN_SHARED_TOKENS, Slot, SlotTable
 from workers.table_model import TableModel
 
 V = 10  # vocabulary
@@ -38,10 +38,14 @@ class Clock:
 class Bench:
     """A slot table, the model whose cache it cuts, and the clock that it reads."""
 
-    def __init__(self, num_slots: int = 2, max_length: int = 12) -> None:
+    def __init__(
+        self, num_slots: int = 2, max_length: int = 12, min_shared: float = MIN_SHARED_TOKENS
+    ) -> None:
         self.model = TableModel(lambda _: np.zeros(V), V, num_slots=num_slots, max_length=max_length)
         self.clock = Clock()
-        self.slots = SlotTable(self.model, epoch=EPOCH, lease_seconds=LEASE, clock=self.clock)
+        self.slots = SlotTable(
+            self.model, epoch=EPOCH, lease_seconds=LEASE, clock=self.clock, min_shared=min_shared
+        )
 
     def feed(self, slot: Slot, tokens: Sequence[int]) -> None:
         """What a pass does."""
@@ -459,6 +463,7 @@ def test_slots_stand_for_what_was_fed_through_any_course_of_events(seed: int) ->
     for session in truths:
         bench.slots.release(session)
     assert bench.slots.num_used == 0
+    assert bench.slots.emptied(3) == (0, 1, 2)
     assert bench.model._slots == [[], [], []]
     assert len({bench.slots.enter(state([1], session=name), 0)[0].index for name in "xyz"}) == 3
 

@@ -12,7 +12,7 @@ from cluster.deployment_status import ActorStatus, DeploymentReport
 from cluster.status_view import as_json, view
 from protos.control_pb2 import Totals
 from protos.pass_cost import PassCost
-from protos.worker_pb2 import BusyTime
+from protos.worker_pb2 import BusyTime, PrefixCache
 
 STATE = DeploymentState(
     name="night",
@@ -92,6 +92,22 @@ def test_how_busy_a_worker_was_lately_is_shown_where_it_tells() -> None:
         "recent_share": 0.937,
     }
     assert "busy" not in coordinator
+
+
+def test_what_shared_prefixes_save_is_shown_where_there_were_prompts() -> None:
+    assert "prompts of" not in _shown(replace(REPORT, actors=(replace(TARGET, prefixes=PrefixCache()),)))
+    prefixes = PrefixCache(num_prefills=8, num_hits=6, num_prefill_tokens=1600, num_cached_tokens=900)
+    report = replace(REPORT, actors=(COORDINATOR, replace(TARGET, prefixes=prefixes)))
+    shared = "75% of 8 shared a prefix; 900 of 1600 tokens were there already"
+    assert f"prompts of target-0: {shared}\n" in _shown(report)
+    coordinator, target = json.loads(json.dumps(as_json(report)))["actors"]
+    assert "prefixes" not in coordinator
+    assert target["prefixes"] == {
+        "num_prefills": 8,
+        "num_hits": 6,
+        "num_prefill_tokens": 1600,
+        "num_cached_tokens": 900,
+    }
 
 
 def test_what_is_wrong_is_shown_with_what_to_do() -> None:

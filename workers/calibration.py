@@ -62,6 +62,11 @@ class Calibration:
         self._slots: tuple[int, ...] = ()  # those that hold something
         self._num_held = 0  # positions of the first one
 
+    @property
+    def num_slots(self) -> int:
+        """How many the next trial takes; 0 when there is none."""
+        return self._trials[0].num_slots if self._trials else 0
+
     def is_due(self, idle_seconds: float, num_free_slots: int) -> bool:
         """Whether there is a trial for a worker that has had nothing to do for so long."""
         if not self._trials or self._trials[0].num_slots > num_free_slots:
@@ -69,7 +74,7 @@ class Calibration:
         return self._trials[0].is_quick or idle_seconds >= QUIET_SECONDS
 
     def run_trial(self, free_slots: Sequence[int]) -> None:
-        """Run the next one on slots that are free, at least as many as it needs. A failure ends them all."""
+        """Run the next one on slots that are empty, at least as many as it needs. A failure ends them all."""
         trial = self._trials.pop(0)
         slots = tuple(free_slots[: trial.num_slots])
         if trial.start != self._num_held or (trial.start and slots != self._slots):

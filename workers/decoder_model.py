@@ -154,6 +154,14 @@ class DecoderModel:
         self._positions.truncate(slot, length)
         self._forget_broken(slot, length)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Let `slot` hold the first `length` positions of another slot: see `LanguageModel.copy`."""
+        with self._positions.copying(source, slot, length):
+            self._cache.copy(source, slot, length)
+            self._forget_broken(slot, 0)
+            if self._broken_from.get(source, length) < length:
+                self._broken_from[slot] = self._broken_from[source]
+
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`."""
         with torch.inference_mode():

@@ -43,6 +43,23 @@ class HeldPositions:
             raise ValueError(f"length {length} of slot {slot} is below 0")
         self._held[slot] = min(self._held[slot], length)
 
+    @contextmanager
+    def copying(self, source: int, slot: int, length: int) -> Iterator[None]:
+        """Around a copy: behind it the slot holds as many positions; if it fails, none.
+
+        Raises ValueError, before anything has changed, for one that cannot be.
+        """
+        self._validate_slot(source)
+        self._validate_slot(slot)
+        if source == slot:
+            raise ValueError(f"slot {slot} is to be copied onto itself")
+        if not 0 <= length <= self._held[source]:
+            held = self._held[source]
+            raise ValueError(f"length {length} is not in 0..{held}, what slot {source} holds")
+        self._held[slot] = 0
+        yield
+        self._held[slot] = length
+
     def _validate_slot(self, slot: int) -> None:
         if not 0 <= slot < self._num_slots:
             raise ValueError(f"slot {slot} is not in 0..{self._num_slots - 1}")

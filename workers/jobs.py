@@ -224,7 +224,7 @@ class ScoreJob(Job):
         if not 1 <= task.num_rows <= limit:
             raise TaskError.invalid("num_rows", f"is {task.num_rows}; it must lie in 1..{limit}")
         self._settings = settings_of(task.sampling)
-        self.slot, self.pending = slots.enter(task.state, 0)
+        self.slot, self.pending = slots.enter(task.state, 0, task.num_rows)
         self.num_logits = task.num_rows
 
     def advance(self, logits: Logits) -> TaskReply:

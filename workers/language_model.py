@@ -78,6 +78,12 @@ class LanguageModel(Protocol):
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Let `slot` hold the first `length` positions of another slot, and nothing else.
+
+        Raises ValueError for an unknown slot, the same one twice, or a source that holds fewer.
+        """
+
 
 @runtime_checkable
 class DrawingModel(LanguageModel, Protocol):

@@ -132,6 +132,13 @@ class LlamaCppContext:
         """Forget all but the first `length` positions of a sequence; whether that is possible."""
         return bool(llama_cpp.llama_memory_seq_rm(self._memory, sequence, length, -1))
 
+    def copy(self, source: int, sequence: int) -> None:
+        """Let an empty sequence hold all that another one does: those with caches of their own share no part.
+
+        The next pass copies, and takes longer by that.
+        """
+        llama_cpp.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
+
     def length(self, sequence: int) -> int:
         """How many positions a sequence holds."""
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, sequence)) + 1

@@ -101,6 +101,14 @@ class LlamaCppModel:
         self._held.truncate(slot, length)
         self._cut(slot, length)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Let `slot` hold the first `length` positions of another slot: see `LanguageModel.copy`."""
+        with self._held.copying(source, slot, length):
+            self._cut(slot, 0)
+            if length:
+                self._context.copy(source, slot)
+                self._cut(slot, length)
+
     def _cut(self, slot: int, length: int) -> None:
         if self._context.length(slot) > length and not self._context.cut(slot, length):
             raise ModelRefused(

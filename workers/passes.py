@@ -155,15 +155,18 @@ class PassLoop:
         self._wake.clear()
         idle_seconds = time.monotonic() - self._busy_at
         while not self._arrived and not self._released:
-            free = self._slots.free
-            if not self._closed and self._calibration.is_due(idle_seconds, len(free)):
-                await loop.run_in_executor(self._thread, self._calibration.run_trial, free)
+            num_free = len(self._slots.free)
+            if not self._closed and self._calibration.is_due(idle_seconds, num_free):
+                await loop.run_in_executor(self._thread, self._run_trial)
                 continue
             try:
                 async with asyncio.timeout(1.0):
                     await self._wake.wait()
             except TimeoutError:
                 return
+
+    def _run_trial(self) -> None:
+        self._calibration.run_trial(self._slots.emptied(self._calibration.num_slots))
 
     def _turn(self, arrived: list[Work], released: list[str]) -> list[tuple[Work, TaskReply]]:
         """One turn on the model's thread: passes until something is answered, or something has come."""
@@ -191,6 +194,7 @@ class PassLoop:
         self._slots.expire()  # also where it is never idle
         for work in [w for w in self._at_work if not isinstance(w.task, DraftTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
+        self._catch_up(answered)
         plan = self._plan()
         if self._others_are_due(plan):
             return answered
@@ -263,15 +267,25 @@ class PassLoop:
 
     def _plan(self) -> list[Planned]:
         """Feeds of the next pass."""
-        jobs = [_job(work) for work in self._at_work]
+        ready = [work for work in self._at_work if _job(work).slot.ahead is None]
+        jobs = [_job(work) for work in ready]
         tasks = [_pending(job) for job in jobs]
-        decoding = [work for work, task in zip(self._at_work, tasks, strict=True) if task.decodes]
+        decoding = [work for work, task in zip(ready, tasks, strict=True) if task.decodes]
         sizes = plan_pass(tasks, self._bounds(decoding))
         return [
             Planned(work, job, _feed(job, size))
-            for work, job, size in zip(self._at_work, jobs, sizes, strict=True)
+            for work, job, size in zip(ready, jobs, sizes, strict=True)
             if size
         ]
+
+    def _catch_up(self, answered: list[tuple[Work, TaskReply]]) -> None:
+        """Tasks that waited for others' tokens take them over."""
+        for work in list(self._at_work):
+            job = _job(work)
+            try:
+                del job.pending[: self._slots.catch_up(job.slot)]
+            except Exception:
+                self._finish(work, _error(_fault("a prefix could not be copied")), answered)
 
     def _bounds(self, decoding: list[Work]) -> PassBounds:
         """In time where sessions decode, or will in a moment; else in rows that are read at the best rate.

@@ -6,12 +6,13 @@ Knows configuration and life cycle; streams, passes and jobs have modules of the
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import grpc
@@ -30,6 +31,7 @@ from protos.worker_pb2 import (
     DraftTask,
     GetStatusRequest,
     HandshakeRequest,
+    PrefixCache,
     ReplyBatch,
     ScoreReply,
     ScoreRequest,
@@ -43,7 +45,7 @@ from protos.worker_pb2 import (
 from workers.jobs import DraftJob, Job, ScoreJob, ScoreTask, VerifyJob
 from workers.language_model import LanguageModel
 from workers.passes import PassLoop
-from workers.slots import SlotTable, check_ids
+from workers.slots import MIN_SHARED_TOKENS, SlotTable, check_ids
 from workers.task_stream import TaskStream
 from workers.work import Work
 
@@ -62,6 +64,9 @@ class WorkerConfig(Binding):
     max_step_seconds: float = Field(default=0.5, gt=0)
     calibration_seconds: float = Field(default=2.0, ge=0)  # of passes that measure while nothing is asked
     lease_seconds: float = Field(default=600.0, gt=0)  # an idle session's slot is freed after this
+    # Sessions take over prefixes of at least so many tokens that others, also past ones, have computed. None:
+    # each computes its own, and nobody can tell from how long it takes what others have asked.
+    min_shared_tokens: int | None = Field(default=MIN_SHARED_TOKENS, ge=1)
     task_credits: int = Field(default=1024, ge=1)
     byte_credits: int = Field(default=MAX_MESSAGE_BYTES // 2, ge=1)
     computes_on: str = ""  # names what passes compute on where other workers may share it
@@ -100,7 +105,13 @@ class WorkerServer:
         self._role = role
         self._config = config
         self._model = model
-        slots = SlotTable(model, epoch=self.epoch, lease_seconds=config.lease_seconds, clock=time.monotonic)
+        slots = SlotTable(
+            model,
+            epoch=self.epoch,
+            lease_seconds=config.lease_seconds,
+            clock=time.monotonic,
+            min_shared=math.inf if config.min_shared_tokens is None else config.min_shared_tokens,
+        )
         self._slots = slots
         self._scoring = asyncio.Lock()
 
@@ -237,6 +248,9 @@ class WorkerServer:
     def status(self) -> WorkerStatus:
         """How the worker is doing."""
         cost = self._passes.cost
+        prefixes = None
+        if self._config.min_shared_tokens is not None:
+            prefixes = PrefixCache(**asdict(self._slots.counts))
         return WorkerStatus(
             epoch=self.epoch,
             num_slots=self._model.num_slots,
@@ -245,6 +259,7 @@ class WorkerServer:
             process_id=os.getpid(),
             cost=None if cost is None else cost.to_message(),
             busy=self._passes.busy.to_message(),
+            prefixes=prefixes,
         )
 
     def require_control_token(self, shown: Any) -> None:

@@ -78,6 +78,13 @@ class SlotAttention:
         """The layers that have kept keys and values."""
         return set(self._cache)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Put the first `length` positions of one slot into another."""
+        with torch.inference_mode():  # as the cache was made
+            for tensors in self._cache.values():
+                for tensor in tensors:
+                    tensor[slot, :, :length] = tensor[source, :, :length]
+
     def attend(
         self,
         module: torch.nn.Module,

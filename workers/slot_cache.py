@@ -105,6 +105,10 @@ class SlotCache:
         self.layers = self.block.unbind()  # [num_slots, 2G, max_length + 1, D] each
         self.num_kv_heads = num_kv_heads  # G
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Put the first `length` positions of one slot into another."""
+        self.block[:, slot, :, :length].copy_(self.block[:, source, :, :length])
+
     def open(self, places: "Places") -> "PassCache":
         """The slots as one pass reads and writes them."""
         return PassCache(self, places)

@@ -3,17 +3,39 @@
 Knows sessions, slots and the rules by which a task fits a slot; runs no model but cuts its cache. A slot is
 the worker's copy of a truth that the coordinator holds, so any of it may be lost: an idle slot is given away,
 least recently used first, and a session that comes back is told to send its tokens again.
+
+A task that lacks many tokens takes over those that another slot holds, of a session that is there or over,
+and waits for those that another task is about to feed. Only what a coordinator has sent as committed is taken
+over: what a slot holds beyond it are drafts, and what came of them is not known here.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
 from protos.wire import unpack_tokens
 from protos.worker_pb2 import SessionState, TaskReply
 from workers.language_model import LanguageModel
+from workers.prefix_sharing import PrefixCounts, longest
+from workers.vacant_slots import Holding, VacantSlots
+
+MIN_SHARED_TOKENS = 16  # fewer are computed as fast as they are looked for, and join the others' pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A task that is about to feed tokens which another one waits for."""
+
+    slot: "Slot"
+    wanted: TokenPrefix  # by which the task is known
+    length: int  # what the other one can take over then
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tokens are there, or the task has ended without them."""
+        return self.slot.wanted is not self.wanted or len(self.slot.tokens) >= self.length
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +45,21 @@ class Slot:
     index: int
     session: str
     tokens: TokenPrefix = field(default_factory=TokenPrefix)  # what the cached positions stand for
+    num_committed: int = 0  # of the tokens, at most: what lies behind are drafts
     busy: bool = False  # a job works in it
+    wanted: TokenPrefix | None = None  # what the job takes in, where it lacks much: it may be taken over
+    num_taken: int = 0  # of them, those that were
+    ahead: Ahead | None = None  # for which the job waits
     touched: float = 0.0
     last_round: int = 0
     last_length: int = 0  # L of the last round
     last_key: bytes = b""  # what it was asked
     last_reply: TaskReply | None = None  # what it was answered
+
+    @property
+    def holding(self) -> Holding:
+        """What others may take over."""
+        return Holding(self.index, self.tokens, min(len(self.tokens), self.num_committed))
 
     def remember(self, state: SessionState, key: bytes, reply: TaskReply) -> None:
         """A round was answered. Its first L tokens stay in the slot until the session's next task."""
@@ -50,15 +81,26 @@ class SlotTable:
     """The slots of one model."""
 
     def __init__(
-        self, model: LanguageModel, *, epoch: int, lease_seconds: float, clock: Callable[[], float]
+        self,
+        model: LanguageModel,
+        *,
+        epoch: int,
+        lease_seconds: float,
+        clock: Callable[[], float],
+        min_shared: float = MIN_SHARED_TOKENS,
     ) -> None:
-        """`epoch` names this life of the worker; a slot idle for `lease_seconds` is freed."""
+        """`epoch` names this life of the worker; a slot idle for `lease_seconds` is freed.
+
+        Prefixes of at least `min_shared` tokens are taken over; math.inf: none.
+        """
         self._model = model
         self._epoch = epoch
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._free = list(range(model.num_slots))  # a heap: low slots stand together and share calls
+        self._min_shared = min_shared
+        self._vacant = VacantSlots(model, min_shared)
         self._by_session: dict[str, Slot] = {}
+        self.counts = PrefixCounts()
 
     @property
     def num_used(self) -> int:
@@ -68,7 +110,11 @@ class SlotTable:
     @property
     def free(self) -> tuple[int, ...]:
         """Slots that hold no session, ascending."""
-        return tuple(sorted(self._free))
+        return self._vacant.slots
+
+    def emptied(self, num_slots: int) -> tuple[int, ...]:
+        """Slots that hold nothing, ascending: at least so many, or all. Costs prefixes, the oldest first."""
+        return self._vacant.emptied(num_slots)
 
     def answered_within(self, seconds: float) -> bool:
         """Whether a session was answered so lately that its next round is to be expected."""
@@ -92,10 +138,11 @@ class SlotTable:
             raise TaskError.stale(f"round {state.round} was answered already for other tokens or drafts")
         return slot.last_reply
 
-    def enter(self, state: SessionState, num_ahead: int) -> tuple[Slot, list[int]]:
+    def enter(self, state: SessionState, num_ahead: int, num_again: int = 1) -> tuple[Slot, list[int]]:
         """Cut the session's slot back to what it shares with the committed tokens, and mark it busy.
 
-        Returns the slot and the committed tokens that are still to be fed: at least the last one, x_{L-1}.
+        Returns the slot and the committed tokens that are still to be fed: at least the last `num_again`, by
+        default x_{L-1}. Where the slot waits for another one, `catch_up` tells how many of them need not be.
         `num_ahead` positions behind them must fit too. Raises TaskError: INVALID_ARGUMENT for a state that
         cannot be, FAILED_PRECONDITION when tokens are missing before `start`, RESOURCE_EXHAUSTED without a
         slot, UNAVAILABLE while another task of the session is worked on.
@@ -113,15 +160,83 @@ class SlotTable:
             if slot is not None:
                 self.cut(slot, 0)
             raise TaskError.out_of_step(0, f"start_hash does not match the {state.start} tokens held")
-        slot = slot or self._claim(state.session)
-        shared = min(slot.tokens.common_length(state.start, sent), state.base_length - 1)
+        num_held = len(held)
+        slot = slot or self._claim(state.session, sent)
+        shared = min(slot.tokens.common_length(state.start, sent), state.base_length - num_again)
         missing = (
             slot.tokens.since(shared)[: max(state.start - shared, 0)] + sent[max(shared - state.start, 0) :]
         )
         self.cut(slot, shared)
+        slot.num_committed, slot.num_taken = state.base_length, 0
+        num_lacking = state.base_length - num_again - min(num_held, shared)
+        if num_lacking >= self._min_shared:
+            self._count_prefill(slot, num_lacking, num_lacking + num_again - len(missing))
+            wanted = TokenPrefix((slot.tokens.since(0) + missing)[: state.base_length - num_again])
+            del missing[: self._share(slot, wanted)]
+            slot.wanted = wanted  # for others to wait for, now that nothing can fail
         slot.busy = True
         slot.touched = self._clock()
         return slot, missing
+
+    def catch_up(self, slot: Slot) -> int:
+        """How many of the tokens that were still to be fed the slot has taken over, now that they are there.
+
+        What it waits for has an end: a slot that others wait for never waits itself.
+        """
+        if slot.wanted is None or slot.ahead is None or not slot.ahead.is_done:
+            return 0
+        return self._share(slot, slot.wanted)
+
+    def _share(self, slot: Slot, wanted: TokenPrefix) -> int:
+        """Take over what another slot holds of the tokens wanted, and find the task to wait for.
+
+        Returns how many were taken over.
+        """
+        slot.ahead = None
+        num_held = len(slot.tokens)
+        others = [
+            other.holding
+            for other in self._by_session.values()
+            if len(other.tokens) > num_held and other is not slot
+        ]
+        source, length = longest(wanted, [*others, *self._vacant.holdings])
+        num_taken = length - num_held
+        if source is not None and num_taken >= self._min_shared:
+            self.cut(slot, 0)  # so that it holds what it stands for, should the engine fail
+            self._model.copy(source.slot, slot.index, length)
+            slot.tokens.extend(source.tokens.since(0)[:length])
+            self._vacant.use(source.slot, length, self._clock())
+            self._count_taken(slot, num_taken)
+        else:
+            num_taken = 0
+        if slot.last_reply is None:  # who was answered before is decoding, and waits for nobody
+            slot.ahead = self._ahead_of(slot, wanted)
+        return num_taken
+
+    def _ahead_of(self, slot: Slot, wanted: TokenPrefix) -> Ahead | None:
+        """The task that will feed most of the tokens wanted, where that is worth waiting for."""
+        num_held = len(slot.tokens)
+        others = [
+            (wanted.common_by_hash(other.wanted), other, other.wanted)
+            for other in self._by_session.values()
+            if other.wanted is not None and other.ahead is None
+            if len(other.tokens) >= num_held and other is not slot
+        ]
+        length, other, theirs = max(others, key=itemgetter(0), default=(0, slot, wanted))
+        if length - num_held < self._min_shared or len(other.tokens) >= length:
+            return None
+        return Ahead(other, theirs, length)
+
+    def _count_prefill(self, slot: Slot, num_lacking: int, num_taken: int) -> None:
+        self.counts.num_prefills += 1
+        self.counts.num_prefill_tokens += num_lacking
+        self._count_taken(slot, num_taken)
+
+    def _count_taken(self, slot: Slot, num_tokens: int) -> None:
+        if num_tokens:
+            self.counts.num_hits += not slot.num_taken
+            self.counts.num_cached_tokens += num_tokens
+            slot.num_taken += num_tokens
 
     def cut(self, slot: Slot, length: int) -> None:
         """Keep the first `length` positions of a slot at most."""
@@ -130,7 +245,7 @@ class SlotTable:
 
     def leave(self, slot: Slot) -> None:
         """The job in the slot is over; a slot whose session was released meanwhile is free now."""
-        slot.busy = False
+        slot.busy, slot.wanted, slot.ahead = False, None, None
         slot.touched = self._clock()
         if self._by_session.get(slot.session) is not slot:
             self._vacate(slot)
@@ -165,19 +280,20 @@ class SlotTable:
         check_ids(sent, "state.tokens", self._model.vocab_size)
         return sent
 
-    def _claim(self, session: str) -> Slot:
-        if not self._free:
+    def _claim(self, session: str, committed: Sequence[int]) -> Slot:
+        if not self._vacant.slots:
             idle = [slot for slot in self._by_session.values() if not slot.busy]
             if not idle:
                 raise TaskError.exhausted(f"all {self._model.num_slots} slots are at work", 1.0)
             self.release(min(idle, key=lambda slot: slot.touched).session)
-        slot = Slot(heapq.heappop(self._free), session, touched=self._clock())
+        index, tokens = self._vacant.take(committed)
+        slot = Slot(index, session, tokens, touched=self._clock())
         self._by_session[session] = slot
         return slot
 
     def _vacate(self, slot: Slot) -> None:
-        self._model.truncate(slot.index, 0)
-        heapq.heappush(self._free, slot.index)
+        self.cut(slot, slot.num_committed)
+        self._vacant.put(slot.index, slot.tokens, slot.touched)
 
 
 def check_ids(tokens: Sequence[int], field_name: str, vocab_size: int) -> None:

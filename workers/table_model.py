@@ -56,6 +56,15 @@ class TableModel:
         """See `LanguageModel.truncate`."""
         del self._slots[slot][length:]
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """See `LanguageModel.copy`."""
+        held = self._slots[source]
+        if source == slot or not 0 <= length <= len(held):
+            raise ValueError(
+                f"slot {slot} cannot have {length} positions of slot {source}, which holds {len(held)}"
+            )
+        self._slots[slot] = held[:length]
+
     def _feed(self, feed: Feed) -> Logits:
         held = self._slots[feed.slot]
         del held[feed.start :]

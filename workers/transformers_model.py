@@ -122,6 +122,11 @@ class TransformersModel:
         """Forget all but the first `length` positions of the slot; a slot that holds fewer is left alone."""
         self._positions.truncate(slot, length)
 
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Let `slot` hold the first `length` positions of another slot: see `LanguageModel.copy`."""
+        with self._positions.copying(source, slot, length):
+            self._attention.copy(source, slot, length)
+
     def _run(self, feeds: Sequence[Feed]) -> Logits:
         """Logits of all wanted rows of the pass, `[rows, C]`; the head runs on these rows only."""
         with torch.inference_mode():
