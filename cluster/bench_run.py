@@ -9,18 +9,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 
 from rich.console import Console
 
 from cluster.baseline_process import BaselineFailed, BaselineProcess
 from cluster.bench import (
-    ASSISTED,
-    NUM_FIRST_TOKENS,
     TRANSFORMERS,
     BenchFailed,
     Difference,
@@ -29,26 +24,30 @@ from cluster.bench import (
     engines,
     greedy_differences,
     measure,
-    outrider,
 )
+from cluster.bench_closed_form import predictions
+from cluster.bench_commands import time_commands
 from cluster.bench_conditions import assistant_in_words, with_load_at_the_end
+from cluster.bench_load import Load, LoadSample, as_load, load_engines, measure_load
 from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
+from cluster.bench_ratios import load_figures, rule_figures
 from cluster.bench_report import Report, as_json, as_text
+from cluster.bench_size import BenchSize
 from cluster.bench_statistics import figures
 from cluster.deployment import DeploymentFailed, private_deployment
-from cluster.finding import NO_DRAFT
-from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of_transformers
+from cluster.first_token import FirstTokenFailed
 from cluster.generation import GenerationFailed
 from cluster.interrupts import interrupts
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
-from cluster.progress import Steps
+from cluster.plan import Deployed
+from cluster.progress import Pace, Steps
 from cluster.prompt_file import PromptsRefused
+from cluster.told_costs import PassCosts, told_costs
 from workers.checkpoints import ModelRefused
 
 STANDARD_OUTPUT = Path("-")
 
-_TYPICAL_TOKENS_PER_SECOND = 13
 _SETTLE_SECONDS = 8.0  # a new deployment is silent for 3, and then measures its passes for 2
 _FAILURES = (
     ModelRefused,
@@ -75,14 +74,14 @@ def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> i
     try:
         check_wish(wish)
         require_seconds("startup_timeout", startup_seconds)
-        _check_outlets(outlets)
+        _check_outlets(outlets, wish)
         with Steps(err) as steps:
             run = _Run(prepare_bench(wish, steps.say), wish, steps)
             try:
                 run.measure(startup_seconds)
             finally:  # half an hour's samples are worth telling, whatever ended it
                 steps.end()
-                code = tell(run.report(), outlets, err) if run.samples else FAILED
+                code = tell(run.report(), outlets, err) if run.num_samples else FAILED
     except (Refused, PromptsRefused) as error:
         return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except _FAILURES as error:
@@ -94,59 +93,70 @@ class _Run:
     """One benchmark under way, and what it has found so far."""
 
     def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps) -> None:
-        self.samples: list[Sample] = []
+        self._samples: list[Sample] = []
+        self._load_samples: list[LoadSample] = []
+        self._costs: list[PassCosts] = []  # after each block of single requests
         self._plan = plan
         self._wish = wish
         self._steps = steps
+        self._size = BenchSize(plan, wish)
         self._conditions = plan.conditions
         self._first_token_seconds: dict[str, list[float]] = {}
         self._differences: dict[str, list[Difference]] | None = None
         self._contestants: list[Engine] = []
 
+    @property
+    def num_samples(self) -> int:
+        """That are worth telling."""
+        return len(self._samples) + len(self._load_samples)
+
     def measure(self, startup_seconds: float) -> None:
         """Run all of it. However it ends, no process is left."""
-        steps, plan, wish = self._steps, self._plan, self._wish
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
         steps.note(plan.memory)
-        minutes = 1 + self._num_runs() * wish.num_tokens / _TYPICAL_TOKENS_PER_SECOND / 60
         steps.note(
-            f"Some cold starts, then {self._num_runs()} runs of {wish.num_tokens} tokens, one at a time: "
-            f"about {minutes:.0f} min, as two cores do it with the demo pair."
+            f"Some cold starts, then {size.num_runs} runs of texts of {wish.num_tokens} tokens: "
+            f"about {1 + size.seconds / 60:.0f} min, as two cores do it with the demo pair."
         )
         with interrupts():
-            self._time_commands(startup_seconds)
+            if size.num_single_blocks:  # before anything else takes memory and cores
+                self._first_token_seconds = time_commands(plan, wish, steps.say, startup_seconds)
             steps.say("Loading transformers with both models")
             with BaselineProcess(plan.baseline, startup_seconds) as baseline:
                 self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
                 with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
                     steps.say("Waiting for the workers to measure themselves")
                     time.sleep(_SETTLE_SECONDS)
-                    self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
-                    self._run_blocks()
+                    pace = Pace(size.seconds)
+                    if size.num_single_blocks:
+                        self._contestants = engines(baseline, deployed.address, plan.drafting)
+                        self._run_blocks(deployed, pace)
+                    for load in plan.loads:
+                        self._run_load(load, baseline, deployed, pace)
                 if 0 in wish.temperatures:
-                    self._differences = greedy_differences(self.samples, plan.prompts, baseline.gap)
+                    self._differences = greedy_differences(self._samples, plan.prompts, baseline.gap)
 
     def report(self) -> Report:
         """What is known by now."""
+        alone = [as_load(sample, len(self._plan.prompts)) for sample in self._samples]
+        samples = [*alone, *self._load_samples]
         return Report(
             conditions=with_load_at_the_end(self._conditions),
             questions=self._plan.questions,
-            figures=tuple(figures(self.samples, self._contestants, TRANSFORMERS)),
+            figures=tuple(figures(self._samples, self._contestants, TRANSFORMERS)),
             first_token_seconds=self._first_token_seconds,
             differences=self._differences,
-            samples=tuple(self.samples),
-            num_runs=self._num_runs(),
+            samples=tuple(self._samples),
+            num_runs=self._size.num_runs,
+            load_samples=tuple(self._load_samples),
+            loads=tuple(load_figures(samples, self._plan.drafting)) if self._plan.loads else (),
+            rules=tuple(rule_figures(samples, self._plan.drafting)),
+            predictions=tuple(predictions(self._samples, self._plan.prompts, self._costs)),
         )
 
-    def _num_blocks(self) -> int:
-        return self._wish.num_repeats * len(self._plan.prompts) * len(self._wish.temperatures)
-
-    def _num_runs(self) -> int:
-        return self._num_blocks() * (2 + len(self._plan.draft_lengths))
-
-    def _run_blocks(self) -> None:
-        steps, plan, wish = self._steps, self._plan, self._wish
+    def _run_blocks(self, deployed: Deployed, pace: Pace) -> None:
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
         steps.say("Warming up every engine")
-        begun = time.monotonic()
         blocks = measure(
             self._contestants,
             plan.prompts,
@@ -155,60 +165,42 @@ class _Run:
             num_repeats=wish.num_repeats,
         )
         for done, block in enumerate(blocks, start=1):
-            self.samples += block
-            minutes = (time.monotonic() - begun) / done * (self._num_blocks() - done) / 60
+            self._samples += block
+            costs = told_costs(deployed.address, deployed.control_token)
+            self._costs += [] if costs is None else [costs]
+            pace.done(size.single_block_seconds)
             question = plan.questions[block[0].question]
             steps.say(
-                f"{done} of {self._num_blocks()} blocks done ({question.name}, temperature "
-                f"{block[0].temperature:g}), about {minutes:.0f} min left"
+                f"One request: {done} of {size.num_single_blocks} blocks done ({question.name}, temperature "
+                f"{block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
             )
 
-    def _time_commands(self, startup_seconds: float) -> None:
-        """From command to first token, in turns, before anything else takes memory and cores."""
-        plan, wish = self._plan, self._wish
-
-        def of_transformers(assistant: Path | None) -> float:
-            models = plan.baseline.model_copy(update={"assistant": assistant})
-            return seconds_of_transformers(models, plan.prompts[0], startup_seconds)
-
-        def of_outrider(draft: str) -> float:
-            return seconds_of_command(self._generate(draft, startup_seconds))
-
-        commands: list[tuple[list[str], Callable[[], float]]] = [
-            ([TRANSFORMERS], partial(of_transformers, None)),
-            ([ASSISTED], partial(of_transformers, plan.baseline.assistant)),
-            ([outrider(0)], partial(of_outrider, NO_DRAFT)),
-            # The first token comes before any draft, so that one K is as good as another.
-            ([outrider(k) for k in plan.draft_lengths if k], partial(of_outrider, wish.draft)),
-        ]
-        for turn, (names, run) in product(range(1, NUM_FIRST_TOKENS + 1), commands):
-            if names:
-                self._steps.say(
-                    f"Timing commands to their first token, {turn} of {NUM_FIRST_TOKENS}: {names[-1]}"
-                )
-                seconds = run()
-                for name in names:
-                    self._first_token_seconds.setdefault(name, []).append(seconds)
-
-    def _generate(self, draft: str, startup_seconds: float) -> Sequence[str]:
-        options = {
-            "target": self._wish.target,
-            "draft": draft,
-            "max-tokens": 2,
-            "temperature": 0,
-            "startup-timeout": startup_seconds,
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
-        return ["generate", *words, "--", self._plan.questions[0].text]
+    def _run_load(self, load: Load, baseline: BaselineProcess, deployed: Deployed, pace: Pace) -> None:
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
+        steps.say(f"{load.num_requests} requests at once: warming up every engine")
+        batched = baseline if load.num_requests in wish.batched else None
+        contestants = load_engines(batched, deployed.address, plan.drafting)
+        blocks = measure_load(
+            contestants, plan.prompts, load, num_tokens=wish.num_tokens, temperatures=wish.temperatures
+        )
+        for done, block in enumerate(blocks, start=1):
+            self._load_samples += block
+            pace.done(size.block_seconds(load))
+            steps.say(
+                f"{load.num_requests} requests at once: {done} of {size.num_blocks(load)} blocks done "
+                f"(temperature {block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
+            )
 
 
-def _check_outlets(outlets: Outlets) -> None:
+def _check_outlets(outlets: Outlets, wish: BenchWish) -> None:
     """Refuse now what would lose the result after half an hour."""
     for name, file in (("json", outlets.json), ("picture", outlets.picture)):
         if file is not None and file != STANDARD_OUTPUT:
             _check_writable(name, file)
     if outlets.picture is None:
         return
+    if 1 not in wish.num_requests:
+        raise Refused("picture shows single requests; have 1 among --requests")
     try:
         from cluster.bench_picture import KINDS
     except ModuleNotFoundError as error:
@@ -259,7 +251,19 @@ _OPTIONS = {
     "draft_lengths": "--draft-tokens",
     "num_threads": "--threads",
     "num_repeats": "--repeats",
+    "num_requests": "--requests",
+    "num_waves": "--waves",
+    "num_blocks": "--blocks",
 } | {
     name: "--" + name.replace("_", "-")
-    for name in ("num_prompts", "prompts", "temperatures", "draft", "json", "picture", "startup_timeout")
+    for name in (
+        "num_prompts",
+        "prompts",
+        "rules",
+        "temperatures",
+        "draft",
+        "json",
+        "picture",
+        "startup_timeout",
+    )
 }

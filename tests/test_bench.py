@@ -12,7 +12,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster import bench_run
+from cluster import bench_commands, bench_run
 from cluster.bench import (
     TRANSFORMERS,
     BenchFailed,
@@ -139,6 +139,15 @@ def _bench(folder: Path, *options: str) -> Result:
         (["--startup-timeout", "nan"], "--startup-timeout is nan; it must lie in"),
         (["--json", "/no/such/folder/file"], "--json is /no/such/folder/file; it cannot be written: No such"),
         (["--picture", "/proc/picture.svg"], "--picture is /proc/picture.svg; it cannot be written"),
+        (["--requests", "1,257"], "--requests has 257; each must lie in 1..256"),
+        (["--requests", "1,two"], "--requests"),
+        (["--waves", "0"], "--waves is 0; it must lie in 1..100000"),
+        (["--blocks", "0"], "--blocks is 0; it must lie in 1..100000"),
+        (["--rules", "token,both"], "--rules"),
+        (
+            ["--requests", "2", "--picture", "p.svg"],
+            "--picture shows single requests; have 1 among --requests",
+        ),
         (["--picture", "picture.gif"], "--picture is picture.gif; its name must end in .svg or .png"),
     ],
 )
@@ -163,21 +172,30 @@ def test_a_picture_without_matplotlib_is_refused_with_the_remedy(
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are not timed: that would start a deployment each."""
+    """Commands are not timed: that would start a deployment each. Nobody waits for workers that settle."""
+    monkeypatch.setattr(bench_run, "_SETTLE_SECONDS", 0.0)
     for name in ("seconds_of_command", "seconds_of_transformers"):
-        monkeypatch.setattr(bench_run, name, lambda *_: 1.5)
+        monkeypatch.setattr(bench_commands, name, lambda *_: 1.5)
 
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("untimed")
 def test_a_benchmark_measures_all_engines_and_leaves_nothing(folder: Path) -> None:
     picture, file = folder / "picture.svg", folder / "report.json"
-    result = _bench(
-        folder, "--tokens", "12", "--draft-tokens", "2", "--picture", str(picture), "--json", str(file)
-    )
+    loads = ["--requests", "1,3", "--blocks", "2", "--batched", "3", "--rules", "token,block"]
+    files = ["--picture", str(picture), "--json", str(file)]
+    result = _bench(folder, "--tokens", "12", "--draft-tokens", "2,auto", *loads, *files)
     assert result.exit_code == 0, result.stderr
     told = json.loads(file.read_text())
-    assert len(told["samples"]) == told["num_runs"] == 2 * 2 * 4
+    assert len(told["samples"]) == 2 * 2 * 6
+    assert len(told["load_samples"]) == 2 * 2 * 5
+    assert told["num_runs"] == len(told["samples"]) + len(told["load_samples"])
+    assert {load["run"]["num_tokens"] for load in told["load_samples"]} == {3 * 12}
+    assert {(f["num_requests"], f["num_blocks"]) for f in told["loads"]} == {(1, 2), (3, 2)}
+    assert all(f["auto_of_it"]["median"] > 0 for f in told["loads"] if "auto" not in f["engine"])
+    assert len(told["rules"]) == 2 * 2
+    assert {p["engine"] for p in told["closed_form"]} == {f["engine"] for f in told["loads"]} - {TRANSFORMERS}
+    assert all(p["reached"] > 0 for p in told["closed_form"])
     assert all(len(sample["written"]["tokens"]) == 12 for sample in told["samples"])
     drafted = [f for f in told["figures"] if f["engine"] == "Outrider, K = 2"]
     assert all(f["q_bytes_per_draft_token"] > 0 and f["round"]["draft"] > 0 for f in drafted)
@@ -211,7 +229,7 @@ def test_a_benchmark_that_ends_early_tells_what_it_has(
     )
     doubles = {
         "BaselineProcess": SimpleNamespace(ready=ready),
-        "private_deployment": SimpleNamespace(address=""),
+        "private_deployment": SimpleNamespace(address="127.0.0.1:1", control_token="t"),
     }
     for name, double in doubles.items():
         monkeypatch.setattr(bench_run, name, lambda *_, double=double, **__: contextlib.nullcontext(double))
