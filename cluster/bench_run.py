@@ -123,7 +123,9 @@ class _Run:
                 self._first_token_seconds = time_commands(plan, wish, steps.say, startup_seconds)
             steps.say("Loading transformers with both models")
             with BaselineProcess(plan.baseline, startup_seconds) as baseline:
-                self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
+                if size.num_single_blocks:
+                    assistant = assistant_in_words(baseline.ready)
+                    self._conditions = replace(self._conditions, assistant=assistant)
                 with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
                     steps.say("Waiting for the workers to measure themselves")
                     time.sleep(_SETTLE_SECONDS)

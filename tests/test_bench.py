@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,9 @@ from cluster.bench import (
     Written,
     greedy_differences,
     measure,
+    outrider,
 )
+from cluster.bench_load import LoadEngine, LoadRun
 from cluster.command_line import app
 from cluster.first_token import FirstTokenFailed, seconds_of_command
 from cluster.interrupts import Interrupted
@@ -207,7 +210,21 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(folder: Path) -> No
     assert psutil.Process().children() == []
 
 
-@pytest.mark.usefixtures("untimed")
+@pytest.fixture
+def unstarted(untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither transformers nor a deployment is started."""
+    ready = BaselineReady(
+        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
+    )
+    doubles = {
+        "BaselineProcess": SimpleNamespace(ready=ready),
+        "private_deployment": SimpleNamespace(address="127.0.0.1:1", control_token="t"),
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(bench_run, name, lambda *_, double=double, **__: contextlib.nullcontext(double))
+
+
+@pytest.mark.usefixtures("unstarted")
 @pytest.mark.parametrize(
     ("error", "code"),
     [(Interrupted(15), 143), (BenchFailed("d wrote 3 tokens of 4"), 1), (OSError("nobody expects this"), 1)],
@@ -224,18 +241,32 @@ def test_a_benchmark_that_ends_early_tells_what_it_has(
             raise error
         return engines[1].write(work)
 
-    ready = BaselineReady(
-        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
-    )
-    doubles = {
-        "BaselineProcess": SimpleNamespace(ready=ready),
-        "private_deployment": SimpleNamespace(address="127.0.0.1:1", control_token="t"),
-    }
-    for name, double in doubles.items():
-        monkeypatch.setattr(bench_run, name, lambda *_, double=double, **__: contextlib.nullcontext(double))
     monkeypatch.setattr(bench_run, "engines", lambda *_: [engines[0], Engine("d", "d", fail_at_last)])
     result = _bench(folder, "--tokens", "4", "--draft-tokens", "0", "--json", "-")
     assert result.exit_code == code
     told = json.loads(result.stdout)
     assert (len(told["samples"]), told["greedy_differences"]) == (4, None)
     assert told["notes"][0] == f"Ended after 4 of {told['num_runs']} runs; what follows is of these."
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_blocks_of_many_requests_are_told_though_a_later_one_was_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is interrupted in its third block, the fourth time that it writes."""
+    num_times = 0
+
+    def write(works: Sequence[Work], num_at_once: int) -> LoadRun:
+        nonlocal num_times
+        num_times += 1
+        if num_times == 4:
+            raise Interrupted(2)
+        return LoadRun(len(works) * works[0].num_tokens, 0.5, Counts())
+
+    monkeypatch.setattr(bench_run, "load_engines", lambda *_: [LoadEngine(outrider(0), write)])
+    result = _bench(folder, "--tokens", "4", "--draft-tokens", "0", "--requests", "3", "--temperatures", "1")
+    assert result.exit_code == 130
+    assert "Many requests at once" in result.stdout
+    assert "- Ended after 2 of 8 runs; what follows is of these." in result.stdout
+    assert "| 1 |        3 |      2 | Outrider, K = 0 |     24.0 |" in result.stdout
+    assert "Speed:" not in result.stdout

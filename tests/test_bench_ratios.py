@@ -13,10 +13,10 @@ WAYS = [Drafting(0), Drafting(2), Drafting(2, "block"), Drafting("auto")]
 COUNTS = Counts(num_rounds=12, num_drafts=10, num_draft_tokens=20, num_accepted_tokens=5)
 
 
-def _samples(seconds: dict[str, float], num_requests: int = 4, **counts: int) -> list[LoadSample]:
+def _samples(seconds: dict[str, float], num_requests: int = 4, counts: Counts = COUNTS) -> list[LoadSample]:
     """Eight blocks, of which each takes all engines longer than the one before."""
     return [
-        LoadSample(engine, 1.0, num_requests, block, LoadRun(100, s * (1 + block), replace(COUNTS, **counts)))
+        LoadSample(engine, 1.0, num_requests, block, LoadRun(100, s * (1 + block), counts))
         for block in range(8)
         for engine, s in seconds.items()
     ]
@@ -63,8 +63,8 @@ def test_a_block_that_one_engine_did_not_finish_counts_for_the_others() -> None:
 
 
 def test_rates_are_absent_where_nothing_was_drafted() -> None:
-    none = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
-    [plain] = load_figures(_samples({outrider(0): 1.0}, **none), WAYS)
+    none = Counts(num_rounds=12)
+    [plain] = load_figures(_samples({outrider(0): 1.0}, counts=none), WAYS)
     assert (plain.share_drafted, plain.acceptance_rate, plain.mean_acceptance_length) == (None, None, None)
     [drafted] = load_figures(_samples({outrider(2): 1.0}), WAYS)
     assert drafted.share_drafted == pytest.approx(10 / 12)
@@ -85,7 +85,7 @@ def test_the_best_fixed_k_is_of_autos_own_rule(fixed_seconds: float, best: str) 
 
 def test_the_rules_are_compared_by_tokens_a_round_and_by_speed() -> None:
     token = _samples({outrider(2): 2.0, AUTO: 1.0})
-    block = _samples({BLOCK: 1.0}, num_accepted_tokens=8)
+    block = _samples({BLOCK: 1.0}, counts=replace(COUNTS, num_accepted_tokens=8))
     [found] = rule_figures(token + block, WAYS)
     assert (found.num_draft_tokens, found.num_requests, found.num_blocks) == (2, 4, 8)
     assert found.tokens_a_round.median == pytest.approx(1.8 / 1.5)
