@@ -17,9 +17,9 @@ LOAD_DEFINITIONS = (
     " to the last token, prompts and the end with fewer texts included. transformers' `generate` of several"
     " prompts is one call of so many, padded on the left. Every engine had the same prompts and wrote texts"
     " of the same length, behind end tokens too.",
-    "Ratios of many requests at once: within blocks, whose engines take turns in random order; the middle of"
-    " the blocks' ratios, and an interval of at least 95 % (Wilcoxon's signed ranks, on logarithms). The best"
-    " fixed K is picked on the same blocks, which can only flatter it.",
+    "The ratios beside them, of one request too: within blocks, whose engines take turns in random order; the"
+    " middle of the blocks' ratios, and an interval of at least 95 % (Wilcoxon's signed ranks, on logarithms)."
+    " The best fixed K is picked on the same blocks, which can only flatter it.",
 )
 FORM_DEFINITION = (
     "Closed form: N / (K t_d + t_v + r) of the rounds behind each text's first, one request at a time. N is"
