@@ -18,7 +18,7 @@ LOAD_DEFINITIONS = (
     " prompts is one call of so many, padded on the left. Every engine had the same prompts and wrote texts"
     " of the same length, behind end tokens too.",
     "The ratios beside them, of one request too: within blocks, whose engines take turns in random order; the"
-    " middle of the blocks' ratios, and an interval of at least 95 % (Wilcoxon's signed ranks, on logarithms)."
+    " middle of the blocks' ratios, and an interval of at least 95 % (Wilcoxon's signed ranks on logarithms)."
     " The best fixed K is picked on the same blocks, which can only flatter it.",
 )
 FORM_DEFINITION = (
