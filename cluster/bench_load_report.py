@@ -6,7 +6,7 @@ Knows their figures and words. Prints nothing and measures nothing.
 from collections.abc import Sequence
 
 from cluster.bench import outrider
-from cluster.bench_closed_form import Prediction
+from cluster.bench_closed_form import FormFigures
 from cluster.bench_ratios import LoadFigures, RuleFigures, best_fixed
 from cluster.bench_table import interval, markdown, number, table
 from protos.limits import AUTO
@@ -23,9 +23,10 @@ LOAD_DEFINITIONS = (
 )
 FORM_DEFINITION = (
     "Closed form: N / (K t_d + t_v + r) of the rounds behind each text's first, one request at a time. N is"
-    " from the run's own acceptance by position, t_d and t_v are what the workers tell of their passes, at"
-    " the mean length, r is what asking took beyond the workers' own time; rounds without drafts enter with"
-    " their share. Measured: tokens/s behind the first token, by the client's clock."
+    " from the text's own acceptance by position, t_d and t_v are what the workers told of their passes just"
+    " behind it, at its mean length, r is what asking took beyond the workers' own time; rounds without"
+    " drafts enter with their share. Measured: tokens/s behind the first token, by the client's clock. All"
+    " columns are medians over the texts, the last one of their ratios, with an interval of at least 95 %."
 )
 
 
@@ -65,22 +66,23 @@ def rule_table(figures: Sequence[RuleFigures]) -> str:
     return markdown(lines)
 
 
-def form_table(found: Sequence[Prediction]) -> str:
+def form_table(figures: Sequence[FormFigures]) -> str:
     """A line for each engine; times in ms."""
     heads = ("T", "engine", "drafted", "K", "N", "t_d", "t_v(1)", "t_v(K+1)", "r")
     lines = table((*heads, "closed form, tokens/s", "measured", "of it"))
-    for p in found:
+    for f in figures:
+        p = f.middle
         seconds = (p.step_seconds, p.plain_seconds, p.verify_seconds, p.wire_seconds)
         lines.add_row(
-            f"{p.temperature:g}",
-            p.engine,
+            f"{f.temperature:g}",
+            f.engine,
             number(p.share_drafted, 2),
             number(p.num_draft_tokens, 2),
             number(p.tokens_a_round, 2),
             *(number(1e3 * value, 1) for value in seconds),
             number(p.predicted, 1),
             number(p.measured, 1),
-            number(p.reached, 2),
+            interval(f.reached, 2),
         )
     return markdown(lines)
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from cluster.bench import NUM_FIRST_TOKENS, Difference, Sample, outrider
-from cluster.bench_closed_form import Prediction
+from cluster.bench_closed_form import FormFigures
 from cluster.bench_conditions import Conditions
 from cluster.bench_load import LoadSample
 from cluster.bench_load_report import (
@@ -40,7 +40,7 @@ class Report:
     load_samples: tuple[LoadSample, ...] = ()  # of several requests at once
     loads: tuple[LoadFigures, ...] = ()
     rules: tuple[RuleFigures, ...] = ()
-    predictions: tuple[Prediction, ...] = ()
+    forms: tuple[FormFigures, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -65,8 +65,8 @@ def as_text(report: Report) -> str:
             ("Speed: medians over the prompts, intervals of at least 95 % in brackets", _speed_table(report)),
             ("Drafts, pooled over the prompts, and the mean round in ms", _drafting_table(report)),
         ]
-    if report.predictions:
-        tables.append(("One request beside the closed form, times in ms", form_table(report.predictions)))
+    if report.forms:
+        tables.append(("One request beside the closed form, times in ms", form_table(report.forms)))
     if report.loads:
         tables.append(("Many requests at once", load_table(report.loads)))
     if report.rules:
@@ -144,7 +144,7 @@ def sentences(report: Report) -> list[str]:
     conditions = [str(getattr(report.conditions, field.name)) for field in fields(Conditions)]
     notes += [words[:1].upper() + words[1:] + "." for words in conditions if words]
     notes += _DEFINITIONS if report.figures else ()
-    notes += [FORM_DEFINITION] if report.predictions else []
+    notes += [FORM_DEFINITION] if report.forms else []
     return notes + list(LOAD_DEFINITIONS if report.loads else ())
 
 
@@ -184,7 +184,7 @@ def as_json(report: Report) -> dict[str, Any]:
         if report.differences is None
         else {engine: [asdict(d) for d in found] for engine, found in report.differences.items()},
         "notes": sentences(report),
-        "closed_form": [asdict(p) | {"reached": p.reached} for p in report.predictions],
+        "closed_form": [asdict(f) for f in report.forms],
         "loads": [_known(asdict(f)) for f in report.loads],
         "rules": [asdict(f) for f in report.rules],
         "samples": [asdict(sample) for sample in report.samples],

@@ -25,7 +25,7 @@ from cluster.bench import (
     greedy_differences,
     measure,
 )
-from cluster.bench_closed_form import predictions
+from cluster.bench_closed_form import form_figures
 from cluster.bench_commands import time_commands
 from cluster.bench_conditions import assistant_in_words, with_load_at_the_end
 from cluster.bench_load import Load, LoadSample, as_load, load_engines, measure_load
@@ -95,7 +95,7 @@ class _Run:
     def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps) -> None:
         self._samples: list[Sample] = []
         self._load_samples: list[LoadSample] = []
-        self._costs: list[PassCosts] = []  # after each block of single requests
+        self._costs: dict[tuple[int, int, float], PassCosts] = {}  # just after each block of single requests
         self._plan = plan
         self._wish = wish
         self._steps = steps
@@ -142,6 +142,7 @@ class _Run:
         """What is known by now."""
         alone = [as_load(sample, len(self._plan.prompts)) for sample in self._samples]
         samples = [*alone, *self._load_samples]
+        names = [engine.name for engine in self._contestants]
         return Report(
             conditions=with_load_at_the_end(self._conditions),
             questions=self._plan.questions,
@@ -153,7 +154,7 @@ class _Run:
             load_samples=tuple(self._load_samples),
             loads=tuple(load_figures(samples, self._plan.drafting)) if self._plan.loads else (),
             rules=tuple(rule_figures(samples, self._plan.drafting)),
-            predictions=tuple(predictions(self._samples, self._plan.prompts, self._costs)),
+            forms=tuple(form_figures(self._samples, names, self._plan.prompts, self._costs)),
         )
 
     def _run_blocks(self, deployed: Deployed, pace: Pace) -> None:
@@ -168,13 +169,15 @@ class _Run:
         )
         for done, block in enumerate(blocks, start=1):
             self._samples += block
+            first = block[0]
             costs = told_costs(deployed.address, deployed.control_token)
-            self._costs += [] if costs is None else [costs]
+            if costs is not None:
+                self._costs[first.repeat, first.question, first.temperature] = costs
             pace.done(size.single_block_seconds)
-            question = plan.questions[block[0].question]
+            question = plan.questions[first.question]
             steps.say(
                 f"One request: {done} of {size.num_single_blocks} blocks done ({question.name}, temperature "
-                f"{block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
+                f"{first.temperature:g}), about {pace.minutes_left:.0f} min left"
             )
 
     def _run_load(self, load: Load, baseline: BaselineProcess, deployed: Deployed, pace: Pace) -> None:
