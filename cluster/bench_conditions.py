@@ -96,10 +96,9 @@ def assistant_in_words(ready: BaselineReady) -> str:
 def _at_once(num_requests: Sequence[int], loads: Sequence[Load]) -> str:
     """How many requests, and in how many blocks of how many texts where there are several."""
     words = ["one request at a time"] if 1 in num_requests else []
-    words += [
-        f"{load.num_requests} requests at once in {load.num_blocks} blocks of {load.num_texts}"
-        for load in loads
-    ]
+    for load in loads:
+        blocks = "1 block" if load.num_blocks == 1 else f"{load.num_blocks} blocks"
+        words.append(f"{load.num_requests} requests at once in {blocks} of {load.num_texts}")
     return ", ".join(words)
 
 
