@@ -38,6 +38,9 @@ class WorkerSettings(Settings):
     num_threads: int = Field(ge=1)  # torch's; Ray would leave one to an actor that reserves no core
     precision: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"  # of safetensors
     device: str = "cpu"  # torch's name of it
+    shares_prefixes: bool = (
+        True  # a session takes over what others, also past ones, have computed of its prompt
+    )
 
 
 class _Server(Protocol):
@@ -122,6 +125,7 @@ class _Worker(_Actor):
             from workers.engine import load_model, precision_of
             from workers.passes import model_thread
             from workers.server import ModelIdentity, WorkerConfig, WorkerServer
+            from workers.slots import MIN_SHARED_TOKENS
 
         source = settings.gguf or settings.folder
         info = check(source, role=self._role)
@@ -141,6 +145,7 @@ class _Worker(_Actor):
             dtype = precision_of(source, self._role, settings.precision, settings.device)
         identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, dtype)
         config = WorkerConfig(
+            min_shared_tokens=MIN_SHARED_TOKENS if settings.shares_prefixes else None,
             control_token=None if control_token is None else SecretStr(control_token),
             computes_on=processor_name(settings.device),
         )

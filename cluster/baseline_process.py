@@ -12,11 +12,13 @@ from typing import Self, TypeVar
 from cluster.module_process import last_words, start_module
 from protos.settings import Settings
 from workers.baseline_tasks import (
+    BaselineBatch,
     BaselineModels,
     BaselineReady,
     BaselineRequest,
     BaselineTask,
     BaselineText,
+    BaselineTexts,
     Gap,
     GapTask,
 )
@@ -68,6 +70,11 @@ class BaselineProcess:
         """Have one text written. Raises BaselineFailed."""
         seconds = _PROMPT_SECONDS + _SECONDS_A_TOKEN * task.num_tokens
         return self._ask(BaselineRequest(task=task), BaselineText, seconds)
+
+    def write_batch(self, batch: BaselineBatch) -> BaselineTexts:
+        """Have several written at once. Raises BaselineFailed."""
+        seconds = len(batch.prompts) * (_PROMPT_SECONDS + _SECONDS_A_TOKEN * batch.num_tokens)
+        return self._ask(BaselineRequest(task=batch), BaselineTexts, seconds)
 
     def gap(self, prompt: tuple[int, ...]) -> float:
         """By how much the target's best logit behind `prompt` exceeds the second. Raises BaselineFailed."""

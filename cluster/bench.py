@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from cluster.baseline_process import BaselineProcess
 from cluster.generation import generate
@@ -18,6 +19,8 @@ from workers.baseline_tasks import BaselineTask, BaselineText
 NUM_WARM_UP_TOKENS = 8
 NUM_FIRST_TOKENS = 3  # times that each command is run to its first token
 TRANSFORMERS, ASSISTED = "transformers", "transformers, assisted"
+
+Rule = Literal["token", "block"]
 
 
 class BenchFailed(RuntimeError):
@@ -42,6 +45,7 @@ class Counts:
     num_drafts: int = 0  # rounds with draft tokens
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_accepted_per_pos: tuple[int, ...] = ()  # of them, those at draft position i of their round
     num_judged_tokens: int = 0  # up to the first rejection of each round
     sum_min_pq: float = 0.0  # over judged tokens
     num_q_bytes: int = 0
@@ -60,6 +64,7 @@ class Written:
     tokens: tuple[int, ...]
     seconds: float  # from the request, or the call, to the last token
     counts: Counts
+    first_token_seconds: float | None = None  # and to the first one; None where nobody saw it come
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +87,40 @@ class Sample:
     written: Written
 
 
-def engines(baseline: BaselineProcess, address: str, draft_lengths: Sequence[NumDraftTokens]) -> list[Engine]:
-    """transformers plain and assisted, and the deployment at `address` with each K of `draft_lengths`."""
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How Outrider drafts, and how its target judges."""
+
+    num_draft_tokens: NumDraftTokens
+    rule: Rule = "token"
+
+    @property
+    def engine(self) -> str:
+        """Its name."""
+        return outrider(self.num_draft_tokens, self.rule)
+
+
+def draftings(draft_lengths: Sequence[NumDraftTokens], rules: Sequence[Rule]) -> list[Drafting]:
+    """Each fixed K by each rule. K = 0, which has nothing to judge, and auto come once, by the first."""
     return [
-        Engine(TRANSFORMERS, TRANSFORMERS, lambda work: _by_transformers(baseline, work, assisted=False)),
-        Engine(ASSISTED, TRANSFORMERS, lambda work: _by_transformers(baseline, work, assisted=True)),
-        *(Engine(outrider(k), outrider(0), _by_outrider(address, k)) for k in draft_lengths),
+        Drafting(k, rule if k else "token")
+        for k in draft_lengths
+        for rule in (rules[:1] if k in (0, AUTO) else rules)
     ]
 
 
-def outrider(num_draft_tokens: NumDraftTokens) -> str:
-    """The name of Outrider as an engine with this K."""
-    return f"Outrider, K = {num_draft_tokens}"
+def engines(baseline: BaselineProcess, address: str, drafting: Sequence[Drafting]) -> list[Engine]:
+    """transformers plain and assisted, and the deployment at `address` with each way of drafting."""
+    return [
+        Engine(TRANSFORMERS, TRANSFORMERS, lambda work: _by_transformers(baseline, work, assisted=False)),
+        Engine(ASSISTED, TRANSFORMERS, lambda work: _by_transformers(baseline, work, assisted=True)),
+        *(Engine(way.engine, outrider(0), _by_outrider(address, way)) for way in drafting),
+    ]
+
+
+def outrider(num_draft_tokens: NumDraftTokens, rule: Rule = "token") -> str:
+    """The name of Outrider as an engine with this K and rule."""
+    return f"Outrider, K = {num_draft_tokens}" + ("" if rule == "token" else f", {rule} rule")
 
 
 def measure(
@@ -176,20 +203,30 @@ def _counts_of_text(text: BaselineText) -> Counts:
     )
 
 
-def _by_outrider(address: str, num_draft_tokens: NumDraftTokens) -> Callable[[Work], Written]:
+def request_for(work: Work, drafting: Drafting) -> GenerateRequest:
+    """The work as the public API takes it."""
+    k = drafting.num_draft_tokens
+    return GenerateRequest(
+        token_ids=TokenIds(ids=work.prompt),
+        max_tokens=work.num_tokens,
+        temperature=work.temperature,
+        seed=work.seed,
+        num_draft_tokens=None if k == AUTO else k,
+        auto_draft_tokens=k == AUTO,
+        rule=drafting.rule,
+        ignore_end_tokens=True,
+    )
+
+
+def _by_outrider(address: str, drafting: Drafting) -> Callable[[Work], Written]:
     def write(work: Work) -> Written:
-        request = GenerateRequest(
-            token_ids=TokenIds(ids=work.prompt),
-            max_tokens=work.num_tokens,
-            temperature=work.temperature,
-            seed=work.seed,
-            num_draft_tokens=None if num_draft_tokens == AUTO else num_draft_tokens,
-            auto_draft_tokens=num_draft_tokens == AUTO,
-            ignore_end_tokens=True,
+        generation = generate(address, request_for(work, drafting), lambda tokens: None)
+        return Written(
+            tuple(token.id for token in generation.tokens),
+            generation.seconds or 0.0,
+            counts_of_usage(generation.usage),
+            generation.first_token_seconds,
         )
-        generation = generate(address, request, lambda tokens: None)
-        tokens = tuple(token.id for token in generation.tokens)
-        return Written(tokens, generation.seconds or 0.0, counts_of_usage(generation.usage))
 
     return write
 
@@ -201,6 +238,7 @@ def counts_of_usage(usage: Usage) -> Counts:
         num_drafts=usage.num_drafts,
         num_draft_tokens=usage.num_draft_tokens,
         num_accepted_tokens=usage.num_accepted_tokens,
+        num_accepted_per_pos=tuple(usage.num_accepted_tokens_per_pos),
         num_judged_tokens=usage.num_judged_tokens,
         sum_min_pq=usage.mean_min_pq * usage.num_judged_tokens,
         num_q_bytes=usage.num_q_bytes,

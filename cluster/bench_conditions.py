@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from cluster.bench import Rule
+from cluster.bench_load import Load
 from cluster.machine import usable_cores
 from cluster.prompt_file import OWN_QUESTIONS, Question
 from workers.baseline_tasks import BaselineReady
@@ -25,7 +27,7 @@ class Conditions:
     """The circumstances of one benchmark, in words."""
 
     pair: str
-    numbers: str  # precision, threads, batch
+    numbers: str  # precision, threads, requests at once, rule
     machine: str
     load: str
     prompts: str
@@ -49,6 +51,9 @@ def conditions(
     num_tokens: int,
     temperatures: Sequence[float],
     num_repeats: int,
+    num_requests: Sequence[int],
+    loads: Sequence[Load],
+    rules: Sequence[Rule],
 ) -> Conditions:
     """What holds before the first run; `assistant` is known only when transformers has loaded."""
     name = "the project's own" if file == OWN_QUESTIONS else file.name
@@ -60,8 +65,9 @@ def conditions(
     return Conditions(
         pair=f"target {target}, draft {draft}",
         numbers=(
-            f"float32 on CPU, {_threads(num_threads)} for every engine, batch 1; Outrider runs a draft of few"
-            " layers in int8, in 1 thread"
+            f"float32 on CPU, {_threads(num_threads)} for every engine; {_at_once(num_requests, loads)};"
+            " Outrider runs a draft of few layers in int8, in 1 thread, and judges by the"
+            f" {' and the '.join(rules)} rule"
         ),
         machine=f"{_processor()}, {usable_cores()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB",
         load=f"load average {os.getloadavg()[0]:.2f} at the start",
@@ -90,6 +96,15 @@ def assistant_in_words(ready: BaselineReady) -> str:
         f"assistant_confidence_threshold {ready.assistant_confidence_threshold} (transformers' defaults, "
         "or the draft's own)"
     )
+
+
+def _at_once(num_requests: Sequence[int], loads: Sequence[Load]) -> str:
+    """How many requests, and in how many blocks of how many texts where there are several."""
+    words = ["one request at a time"] if 1 in num_requests else []
+    for load in loads:
+        blocks = "1 block" if load.num_blocks == 1 else f"{load.num_blocks} blocks"
+        words.append(f"{load.num_requests} requests at once in {blocks} of {load.num_texts}")
+    return ", ".join(words)
 
 
 def _threads(count: int) -> str:

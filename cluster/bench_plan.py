@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.actors import WorkerSettings
+from cluster.bench import Drafting, Rule, draftings
 from cluster.bench_conditions import Conditions, conditions
+from cluster.bench_load import Load, plan_load
 from cluster.finding import NO_DRAFT, find
 from cluster.machine import available_memory, usable_cores
 from cluster.memory import estimate, model_memory
@@ -23,6 +25,8 @@ from workers.baseline_tasks import BaselineModels
 from workers.checkpoints import CheckpointInfo, check, check_pair
 
 MAX_TEMPERATURE = 100.0
+MAX_REQUESTS = 256  # at once
+RULES: tuple[Rule, ...] = ("token", "block")
 _MAX_COUNT = 100_000
 
 
@@ -33,12 +37,17 @@ class BenchWish:
     target: str
     draft: str
     prompts: Path
-    num_prompts: int
+    num_prompts: int | None  # None: two of each category
     num_tokens: int  # of each text
     draft_lengths: tuple[NumDraftTokens, ...]  # each K to try; 0 is tried in any case
     temperatures: tuple[float, ...]
     num_threads: int
     num_repeats: int
+    num_requests: tuple[int, ...] = (1,)  # at once: each number to try
+    num_waves: int = 1  # texts that each of so many places writes in a block
+    num_blocks: int | None = None  # of each number of requests above 1; None: see `plan_load`
+    rules: tuple[Rule, ...] = ("token",)  # for each fixed K; auto goes by the first
+    batched: tuple[int, ...] = ()  # numbers of requests at which transformers' batched `generate` takes part
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,8 @@ class BenchPlan:
     baseline: BaselineModels
     questions: tuple[Question, ...]
     prompts: tuple[tuple[int, ...], ...]  # their token ids
-    draft_lengths: tuple[NumDraftTokens, ...]
+    drafting: tuple[Drafting, ...]
+    loads: tuple[Load, ...]  # of several requests at once
     conditions: Conditions
     memory: str  # a sentence
 
@@ -57,10 +67,12 @@ class BenchPlan:
 def check_wish(wish: BenchWish) -> None:
     """Raise Refused for what can be refused without knowing the models."""
     limits = {
-        "num_prompts": (wish.num_prompts, _MAX_COUNT),
+        "num_prompts": (1 if wish.num_prompts is None else wish.num_prompts, _MAX_COUNT),
         "num_tokens": (wish.num_tokens, _MAX_COUNT),
         "num_threads": (wish.num_threads, usable_cores()),
         "num_repeats": (wish.num_repeats, _MAX_COUNT),
+        "num_waves": (wish.num_waves, _MAX_COUNT),
+        "num_blocks": (1 if wish.num_blocks is None else wish.num_blocks, _MAX_COUNT),
     }
     for name, (value, highest) in limits.items():
         if not 1 <= value <= highest:
@@ -70,6 +82,12 @@ def check_wish(wish: BenchWish) -> None:
             raise Refused(
                 f"draft_lengths has {length}; each K must lie in 0..{MAX_DRAFT_TOKENS}, or be {AUTO}"
             )
+    for number in wish.num_requests:
+        if not 1 <= number <= MAX_REQUESTS:
+            raise Refused(f"num_requests has {number}; each must lie in 1..{MAX_REQUESTS}")
+    for rule in wish.rules:
+        if rule not in RULES:
+            raise Refused(f"rules has {rule!r}; known are {' and '.join(RULES)}")
     if not wish.temperatures:
         raise Refused("temperatures is empty; give at least one")
     for temperature in wish.temperatures:
@@ -100,15 +118,22 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
     context = min(target.context_length, draft.context_length)
     _check_lengths(questions, prompts, wish.num_tokens, context)
 
+    loads = tuple(
+        plan_load(number, wish.num_waves, len(prompts), wish.num_repeats, wish.num_blocks)
+        for number in wish.num_requests
+        if number > 1
+    )
+    num_slots = max(wish.num_requests)
     length = min(context, max(map(len, prompts)) + wish.num_tokens + longest + 1)
 
     def settings(name: str, info: CheckpointInfo) -> WorkerSettings:
         return WorkerSettings(
             name=name,
             folder=info.folder,
-            num_slots=1,
+            num_slots=num_slots,
             max_length=length,
             num_threads=info.num_threads(wish.num_threads),
+            shares_prefixes=False,  # every engine computes every prompt, as transformers does
         )
 
     return BenchPlan(
@@ -120,7 +145,8 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
         baseline=BaselineModels(target=target.folder, assistant=draft.folder, num_threads=wish.num_threads),
         questions=tuple(questions),
         prompts=prompts,
-        draft_lengths=draft_lengths,
+        drafting=tuple(draftings(draft_lengths, wish.rules)),
+        loads=loads,
         conditions=conditions(
             target=wish.target,
             draft=wish.draft,
@@ -130,8 +156,13 @@ def prepare_bench(wish: BenchWish, say: Callable[[str], None]) -> BenchPlan:
             num_tokens=wish.num_tokens,
             temperatures=wish.temperatures,
             num_repeats=wish.num_repeats,
+            num_requests=wish.num_requests,
+            loads=loads,
+            rules=wish.rules,
         ),
-        memory=_weigh(target, draft, length),
+        memory=_weigh(
+            target, draft, length, num_slots, max({*wish.batched} & {*wish.num_requests}, default=1)
+        ),
     )
 
 
@@ -158,17 +189,19 @@ def _check_lengths(
             )
 
 
-def _weigh(target: CheckpointInfo, draft: CheckpointInfo, length: int) -> str:
-    """The models are held twice: by the deployment, and by transformers."""
+def _weigh(
+    target: CheckpointInfo, draft: CheckpointInfo, length: int, num_slots: int, batch_size: int
+) -> str:
+    """The models are held twice: by the deployment, and by transformers, with `batch_size` texts at once."""
     models = [
-        model_memory(role, info, num_slots=1, max_length=length)
-        for role, info in (
-            ("target", target),
-            ("draft", draft),
-            ("transformers' target", target),
-            ("transformers' assistant", draft),
+        model_memory(role, info, num_slots=num_texts, max_length=length)
+        for role, info, num_texts in (
+            ("target", target, num_slots),
+            ("draft", draft, num_slots),
+            ("transformers' target", target, batch_size),
+            ("transformers' assistant", draft, 1),
         )
     ]
     total, available = estimate(models), available_memory()
-    total.require(available, lower="--tokens")
+    total.require(available, lower="--tokens" if num_slots == 1 else "--tokens or --requests")
     return total.sentence(available)

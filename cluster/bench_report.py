@@ -5,21 +5,25 @@ Knows figures and words. Prints nothing and measures nothing.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from io import StringIO
 from statistics import median
 from typing import Any
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-
 from cluster.bench import NUM_FIRST_TOKENS, Difference, Sample, outrider
+from cluster.bench_closed_form import FormFigures
 from cluster.bench_conditions import Conditions
-from cluster.bench_statistics import Estimate, Figures
+from cluster.bench_load import LoadSample
+from cluster.bench_load_report import (
+    FORM_DEFINITION,
+    LOAD_DEFINITIONS,
+    form_table,
+    load_sentences,
+    load_table,
+    rule_table,
+)
+from cluster.bench_ratios import LoadFigures, RuleFigures
+from cluster.bench_statistics import Figures
+from cluster.bench_table import interval, markdown, number, table
 from cluster.prompt_file import NUM_CATEGORIES, Question
-
-ABSENT = "–"
-_WIDTH = 160  # no table is wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,16 @@ class Report:
     first_token_seconds: dict[str, list[float]]  # from command to first token, by engine, each time
     differences: dict[str, list[Difference]] | None  # of greedy texts, by engine; None: not compared
     samples: tuple[Sample, ...]
-    num_runs: int  # that were wanted; fewer samples mean that it was ended before
+    num_runs: int  # that were wanted, of both kinds; fewer samples mean that it was ended before
+    load_samples: tuple[LoadSample, ...] = ()  # of several requests at once
+    loads: tuple[LoadFigures, ...] = ()
+    rules: tuple[RuleFigures, ...] = ()
+    forms: tuple[FormFigures, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Of both kinds."""
+        return len(self.samples) + len(self.load_samples)
 
     def at(self, engine: str, temperature: float) -> Figures | None:
         """One engine's figures."""
@@ -45,48 +58,55 @@ class Report:
 
 
 def as_text(report: Report) -> str:
-    """Both tables, in Markdown, and the sentences."""
-    speed, drafting = (_markdown(table) for table in (_speed_table(report), _drafting_table(report)))
+    """The tables, in Markdown, and the sentences."""
+    tables = []
+    if report.figures:
+        tables += [
+            ("Speed: medians over the prompts, intervals of at least 95 % in brackets", _speed_table(report)),
+            ("Drafts, pooled over the prompts, and the mean round in ms", _drafting_table(report)),
+        ]
+    if report.forms:
+        tables.append(("One request beside the closed form, times in ms", form_table(report.forms)))
+    if report.loads:
+        tables.append(("Many requests at once", load_table(report.loads)))
+    if report.rules:
+        tables.append(("The block rule: times the token rule", rule_table(report.rules)))
     return "\n".join(
         [
-            "Speed: medians over the prompts, intervals of at least 95 % in brackets\n",
-            speed,
-            "\nDrafts, pooled over the prompts, and the mean round in ms\n",
-            drafting,
-            "",
+            *(f"{title}\n\n{lines}\n" for title, lines in tables),
             *(f"- {sentence}" for sentence in sentences(report)),
         ]
     )
 
 
-def _speed_table(report: Report) -> Table:
+def _speed_table(report: Report) -> str:
     """Tokens a second, what that is compared with, and how long a command takes until it writes."""
     heads = "T", "engine", "tokens/s", "of transformers", "of own plain", "first token, s"
-    table = _table(heads)
+    lines = table(heads)
     for f in report.figures:
-        cells = [_interval(f.tokens_per_second, 1), _interval(f.of_transformers, 2), _interval(f.of_plain, 2)]
-        table.add_row(f"{f.temperature:g}", f.engine, *cells, _number(report.first_token(f.engine), 1))
-    return table
+        cells = [interval(f.tokens_per_second, 1), interval(f.of_transformers, 2), interval(f.of_plain, 2)]
+        lines.add_row(f"{f.temperature:g}", f.engine, *cells, number(report.first_token(f.engine), 1))
+    return markdown(lines)
 
 
-def _drafting_table(report: Report) -> Table:
+def _drafting_table(report: Report) -> str:
     """What became of the drafts, and where the time of a round goes."""
     heads = ("T", "engine", "drafted", "accepted", "length", "Σ min(p, q)", "acc./judged", "q bytes")
-    table = _table((*heads, *_PARTS, "round"))
+    lines = table((*heads, *_PARTS, "round"))
     for f in report.figures:
         parts = [None if f.round is None else getattr(f.round, part) for part in (*_PARTS, "total")]
-        table.add_row(
+        lines.add_row(
             f"{f.temperature:g}",
             f.engine,
-            _number(f.share_drafted, 2),
-            _number(f.acceptance_rate, 3),
-            _number(f.mean_acceptance_length, 2),
-            _number(f.mean_min_pq, 3),
-            _number(f.accepted_of_judged, 3),
-            _number(f.q_bytes_per_draft_token, 0),
-            *(_number(part, 1) for part in parts),
+            number(f.share_drafted, 2),
+            number(f.acceptance_rate, 3),
+            number(f.mean_acceptance_length, 2),
+            number(f.mean_min_pq, 3),
+            number(f.accepted_of_judged, 3),
+            number(f.q_bytes_per_draft_token, 0),
+            *(number(part, 1) for part in parts),
         )
-    return table
+    return markdown(lines)
 
 
 _PARTS = ("draft", "wire", "target", "rest")
@@ -106,9 +126,10 @@ _DEFINITIONS = (
 
 def sentences(report: Report) -> list[str]:
     """The result first, then what it must be read with."""
-    interrupted = f"Ended after {len(report.samples)} of {report.num_runs} runs; what follows is of these."
-    notes = [] if len(report.samples) == report.num_runs else [interrupted]
+    interrupted = f"Ended after {report.num_samples} of {report.num_runs} runs; what follows is of these."
+    notes = [] if report.num_samples == report.num_runs else [interrupted]
     notes += [verdict(report, t) for t in dict.fromkeys(f.temperature for f in report.figures)]
+    notes += load_sentences(report.loads)
     notes += _few(report.questions) + _greedy(report)
     notes += [
         f"{f.engine} at temperature {f.temperature:g}: the drafter failed {f.num_fallbacks} rounds."
@@ -121,7 +142,9 @@ def sentences(report: Report) -> list[str]:
             f"Round trip: loopback; a round at K = 0 has one, of {wires[0]:.1f} ms beside the target's time."
         )
     notes += report.conditions.sentences()
-    return notes + list(_DEFINITIONS)
+    notes += _DEFINITIONS if report.figures else ()
+    notes += [FORM_DEFINITION] if report.forms else []
+    return notes + list(LOAD_DEFINITIONS if report.loads else ())
 
 
 def verdict(report: Report, temperature: float) -> str:
@@ -133,7 +156,7 @@ def verdict(report: Report, temperature: float) -> str:
     ]
     plain = report.at(outrider(0), temperature)
     of_transformers = None if plain is None else plain.of_transformers
-    compared = f"without drafts, Outrider is {_interval(of_transformers, 2)} times transformers' generate"
+    compared = f"without drafts, Outrider is {interval(of_transformers, 2)} times transformers' generate"
     if not drafting:
         return f"At temperature {temperature:g}, {compared}."
     _, ratio, engine = max(drafting, key=lambda candidate: candidate[0])
@@ -145,8 +168,8 @@ def verdict(report: Report, temperature: float) -> str:
     else:
         outcome = "it pays on this machine" if ratio.median > 1 else "it does not pay on this machine"
     return (
-        f"At temperature {temperature:g}, drafting with K = {engine.rpartition(' ')[2]}{among} is "
-        f"{_interval(ratio, 2)} times plain decoding by the same engine: {outcome}; {compared}."
+        f"At temperature {temperature:g}, drafting with {engine.removeprefix('Outrider, ')}{among} is "
+        f"{interval(ratio, 2)} times plain decoding by the same engine: {outcome}; {compared}."
     )
 
 
@@ -160,7 +183,11 @@ def as_json(report: Report) -> dict[str, Any]:
         if report.differences is None
         else {engine: [asdict(d) for d in found] for engine, found in report.differences.items()},
         "notes": sentences(report),
+        "closed_form": [asdict(f) for f in report.forms],
+        "loads": [_known(asdict(f)) for f in report.loads],
+        "rules": [asdict(f) for f in report.rules],
         "samples": [asdict(sample) for sample in report.samples],
+        "load_samples": [asdict(sample) for sample in report.load_samples],
         "num_runs": report.num_runs,
     }
 
@@ -199,33 +226,6 @@ def _greedy(report: Report) -> list[str]:
             )
         notes.append(note + ".")
     return notes
-
-
-def _table(heads: Sequence[str]) -> Table:
-    table = Table(box=MARKDOWN)
-    for head in heads:
-        table.add_column(head, justify="left" if head == "engine" else "right", no_wrap=True)
-    return table
-
-
-def _markdown(table: Table) -> str:
-    console = Console(file=StringIO(), width=_WIDTH)
-    with console.capture() as text:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
-
-
-def _number(value: float | None, digits: int) -> str:
-    return ABSENT if value is None else f"{value:.{digits}f}"
-
-
-def _interval(estimate: Estimate | None, digits: int) -> str:
-    if estimate is None:
-        return ABSENT
-    middle = f"{estimate.median:.{digits}f}"
-    if estimate.low is None or estimate.high is None:
-        return middle
-    return f"{middle} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,18 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 
 from rich.console import Console
 
 from cluster.baseline_process import BaselineFailed, BaselineProcess
 from cluster.bench import (
-    ASSISTED,
-    NUM_FIRST_TOKENS,
     TRANSFORMERS,
     BenchFailed,
     Difference,
@@ -30,28 +25,32 @@ from cluster.bench import (
     engines,
     greedy_differences,
     measure,
-    outrider,
 )
+from cluster.bench_closed_form import form_figures
+from cluster.bench_commands import time_commands
 from cluster.bench_conditions import assistant_in_words, with_load_at_the_end
+from cluster.bench_load import Load, LoadSample, as_load, load_engines, measure_load
 from cluster.bench_plan import BenchPlan, BenchWish, check_wish, prepare_bench
+from cluster.bench_ratios import load_figures, rule_figures
 from cluster.bench_report import Report, as_json, as_text
+from cluster.bench_size import BenchSize
 from cluster.bench_statistics import figures
 from cluster.bench_timeline import Runs, save_timeline, watched
 from cluster.deployment import DeploymentFailed, private_deployment
-from cluster.finding import NO_DRAFT
-from cluster.first_token import FirstTokenFailed, seconds_of_command, seconds_of_transformers
+from cluster.first_token import FirstTokenFailed
 from cluster.generation import GenerationFailed
 from cluster.interrupts import interrupts
 from cluster.memory import DoesNotFit
 from cluster.outcome import DONE, FAILED, REFUSED, Refused, require_seconds, say_error, with_option
-from cluster.progress import Steps
+from cluster.plan import Deployed
+from cluster.progress import Pace, Steps
 from cluster.prompt_file import PromptsRefused
 from cluster.recording import RecordingFailed
+from cluster.told_costs import PassCosts, told_costs
 from workers.checkpoints import ModelRefused
 
 STANDARD_OUTPUT = Path("-")
 
-_TYPICAL_TOKENS_PER_SECOND = 13
 _SETTLE_SECONDS = 8.0  # a new deployment is silent for 3, and then measures its passes for 2
 _FAILURES = (
     ModelRefused,
@@ -80,7 +79,7 @@ def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> i
     try:
         check_wish(wish)
         require_seconds("startup_timeout", startup_seconds)
-        _check_outlets(outlets)
+        _check_outlets(outlets, wish)
         with Steps(err) as steps:
             runs: Runs | None = None if outlets.timeline is None else {}
             run = _Run(prepare_bench(wish, steps.say), wish, steps, runs)
@@ -88,7 +87,7 @@ def run_bench(wish: BenchWish, outlets: Outlets, *, startup_seconds: float) -> i
                 run.measure(startup_seconds)
             finally:  # half an hour's samples are worth telling, whatever ended it
                 steps.end()
-                code = tell(run.report(), outlets, err, runs) if run.samples else FAILED
+                code = tell(run.report(), outlets, err, runs) if run.num_samples else FAILED
     except (Refused, PromptsRefused) as error:
         return say_error(err, with_option(str(error), _OPTIONS), REFUSED)
     except _FAILURES as error:
@@ -101,65 +100,79 @@ class _Run:
 
     def __init__(self, plan: BenchPlan, wish: BenchWish, steps: Steps, runs: Runs | None) -> None:
         """`runs` is filled for a timeline; None: none is wanted."""
-        self.samples: list[Sample] = []
+        self._samples: list[Sample] = []
+        self._load_samples: list[LoadSample] = []
+        self._costs: dict[tuple[int, int, float], PassCosts] = {}  # just after each block of single requests
         self._runs = runs
         self._plan = plan
         self._wish = wish
         self._steps = steps
+        self._size = BenchSize(plan, wish)
         self._conditions = plan.conditions
         self._first_token_seconds: dict[str, list[float]] = {}
         self._differences: dict[str, list[Difference]] | None = None
         self._contestants: list[Engine] = []
 
+    @property
+    def num_samples(self) -> int:
+        """That are worth telling."""
+        return len(self._samples) + len(self._load_samples)
+
     def measure(self, startup_seconds: float) -> None:
         """Run all of it. However it ends, no process is left."""
-        steps, plan, wish = self._steps, self._plan, self._wish
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
         steps.note(plan.memory)
-        minutes = 1 + self._num_runs() * wish.num_tokens / _TYPICAL_TOKENS_PER_SECOND / 60
         steps.note(
-            f"Some cold starts, then {self._num_runs()} runs of {wish.num_tokens} tokens, one at a time: "
-            f"about {minutes:.0f} min, as two cores do it with the demo pair."
+            f"Some cold starts, then {size.num_runs} runs of texts of {wish.num_tokens} tokens: "
+            f"about {1 + size.seconds / 60:.0f} min, as two cores do it with the demo pair."
         )
         with interrupts():
-            self._time_commands(startup_seconds)
+            if size.num_single_blocks:  # before anything else takes memory and cores
+                self._first_token_seconds = time_commands(plan, wish, steps.say, startup_seconds)
             steps.say("Loading transformers with both models")
             with BaselineProcess(plan.baseline, startup_seconds) as baseline:
-                self._conditions = replace(self._conditions, assistant=assistant_in_words(baseline.ready))
+                if size.num_single_blocks:
+                    assistant = assistant_in_words(baseline.ready)
+                    self._conditions = replace(self._conditions, assistant=assistant)
                 with private_deployment(plan.plan, steps.say, startup_seconds=startup_seconds) as deployed:
                     steps.say("Waiting for the workers to measure themselves")
                     time.sleep(_SETTLE_SECONDS)
-                    self._contestants = engines(baseline, deployed.address, plan.draft_lengths)
-                    with contextlib.ExitStack() as recording:
-                        if self._runs is not None:
-                            self._contestants = recording.enter_context(
-                                watched(self._contestants, deployed, self._runs)
-                            )
-                        self._run_blocks()
+                    pace = Pace(size.seconds)
+                    if size.num_single_blocks:
+                        self._contestants = engines(baseline, deployed.address, plan.drafting)
+                        with contextlib.ExitStack() as recording:
+                            if self._runs is not None:
+                                self._contestants = recording.enter_context(
+                                    watched(self._contestants, deployed, self._runs)
+                                )
+                            self._run_blocks(deployed, pace)
+                    for load in plan.loads:
+                        self._run_load(load, baseline, deployed, pace)
                 if 0 in wish.temperatures:
-                    self._differences = greedy_differences(self.samples, plan.prompts, baseline.gap)
+                    self._differences = greedy_differences(self._samples, plan.prompts, baseline.gap)
 
     def report(self) -> Report:
         """What is known by now."""
+        alone = [as_load(sample, len(self._plan.prompts)) for sample in self._samples]
+        samples = [*alone, *self._load_samples]
+        names = [engine.name for engine in self._contestants]
         return Report(
             conditions=with_load_at_the_end(self._conditions),
             questions=self._plan.questions,
-            figures=tuple(figures(self.samples, self._contestants, TRANSFORMERS)),
+            figures=tuple(figures(self._samples, self._contestants, TRANSFORMERS)),
             first_token_seconds=self._first_token_seconds,
             differences=self._differences,
-            samples=tuple(self.samples),
-            num_runs=self._num_runs(),
+            samples=tuple(self._samples),
+            num_runs=self._size.num_runs,
+            load_samples=tuple(self._load_samples),
+            loads=tuple(load_figures(samples, self._plan.drafting)) if self._plan.loads else (),
+            rules=tuple(rule_figures(samples, self._plan.drafting)),
+            forms=tuple(form_figures(self._samples, names, self._plan.prompts, self._costs)),
         )
 
-    def _num_blocks(self) -> int:
-        return self._wish.num_repeats * len(self._plan.prompts) * len(self._wish.temperatures)
-
-    def _num_runs(self) -> int:
-        return self._num_blocks() * (2 + len(self._plan.draft_lengths))
-
-    def _run_blocks(self) -> None:
-        steps, plan, wish = self._steps, self._plan, self._wish
+    def _run_blocks(self, deployed: Deployed, pace: Pace) -> None:
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
         steps.say("Warming up every engine")
-        begun = time.monotonic()
         blocks = measure(
             self._contestants,
             plan.prompts,
@@ -168,60 +181,44 @@ class _Run:
             num_repeats=wish.num_repeats,
         )
         for done, block in enumerate(blocks, start=1):
-            self.samples += block
-            minutes = (time.monotonic() - begun) / done * (self._num_blocks() - done) / 60
-            question = plan.questions[block[0].question]
+            self._samples += block
+            first = block[0]
+            costs = told_costs(deployed.address, deployed.control_token)
+            if costs is not None:
+                self._costs[first.repeat, first.question, first.temperature] = costs
+            pace.done(size.single_block_seconds)
+            question = plan.questions[first.question]
             steps.say(
-                f"{done} of {self._num_blocks()} blocks done ({question.name}, temperature "
-                f"{block[0].temperature:g}), about {minutes:.0f} min left"
+                f"One request: {done} of {size.num_single_blocks} blocks done ({question.name}, temperature "
+                f"{first.temperature:g}), about {pace.minutes_left:.0f} min left"
             )
 
-    def _time_commands(self, startup_seconds: float) -> None:
-        """From command to first token, in turns, before anything else takes memory and cores."""
-        plan, wish = self._plan, self._wish
-
-        def of_transformers(assistant: Path | None) -> float:
-            models = plan.baseline.model_copy(update={"assistant": assistant})
-            return seconds_of_transformers(models, plan.prompts[0], startup_seconds)
-
-        def of_outrider(draft: str) -> float:
-            return seconds_of_command(self._generate(draft, startup_seconds))
-
-        commands: list[tuple[list[str], Callable[[], float]]] = [
-            ([TRANSFORMERS], partial(of_transformers, None)),
-            ([ASSISTED], partial(of_transformers, plan.baseline.assistant)),
-            ([outrider(0)], partial(of_outrider, NO_DRAFT)),
-            # The first token comes before any draft, so that one K is as good as another.
-            ([outrider(k) for k in plan.draft_lengths if k], partial(of_outrider, wish.draft)),
-        ]
-        for turn, (names, run) in product(range(1, NUM_FIRST_TOKENS + 1), commands):
-            if names:
-                self._steps.say(
-                    f"Timing commands to their first token, {turn} of {NUM_FIRST_TOKENS}: {names[-1]}"
-                )
-                seconds = run()
-                for name in names:
-                    self._first_token_seconds.setdefault(name, []).append(seconds)
-
-    def _generate(self, draft: str, startup_seconds: float) -> Sequence[str]:
-        options = {
-            "target": self._wish.target,
-            "draft": draft,
-            "max-tokens": 2,
-            "temperature": 0,
-            "startup-timeout": startup_seconds,
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
-        return ["generate", *words, "--", self._plan.questions[0].text]
+    def _run_load(self, load: Load, baseline: BaselineProcess, deployed: Deployed, pace: Pace) -> None:
+        steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
+        steps.say(f"{load.num_requests} requests at once: warming up every engine")
+        batched = baseline if load.num_requests in wish.batched else None
+        contestants = load_engines(batched, deployed.address, plan.drafting)
+        blocks = measure_load(
+            contestants, plan.prompts, load, num_tokens=wish.num_tokens, temperatures=wish.temperatures
+        )
+        for done, block in enumerate(blocks, start=1):
+            self._load_samples += block
+            pace.done(size.block_seconds(load))
+            steps.say(
+                f"{load.num_requests} requests at once: {done} of {size.num_blocks(load)} blocks done "
+                f"(temperature {block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
+            )
 
 
-def _check_outlets(outlets: Outlets) -> None:
+def _check_outlets(outlets: Outlets, wish: BenchWish) -> None:
     """Refuse now what would lose the result after half an hour."""
     for name, file in (("json", outlets.json), ("picture", outlets.picture), ("timeline", outlets.timeline)):
         if file is not None and file != STANDARD_OUTPUT:
             _check_writable(name, file)
     if outlets.picture is None:
         return
+    if 1 not in wish.num_requests:
+        raise Refused("picture shows single requests; have 1 among --requests")
     try:
         from cluster.bench_picture import KINDS
     except ModuleNotFoundError as error:
@@ -274,11 +271,15 @@ _OPTIONS = {
     "draft_lengths": "--draft-tokens",
     "num_threads": "--threads",
     "num_repeats": "--repeats",
+    "num_requests": "--requests",
+    "num_waves": "--waves",
+    "num_blocks": "--blocks",
 } | {
     name: "--" + name.replace("_", "-")
     for name in (
         "num_prompts",
         "prompts",
+        "rules",
         "temperatures",
         "draft",
         "json",

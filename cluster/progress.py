@@ -1,6 +1,7 @@
-"""Says on standard error what is being done, and for how long already.
+"""Says on standard error what is being done, for how long already, and for how long still.
 
-Knows a console. On a terminal one line with a spinner goes from step to step; elsewhere each step is a line.
+Knows a console and a clock. On a terminal one line with a spinner goes from step to step; elsewhere each step
+is a line.
 """
 
 import time
@@ -9,6 +10,27 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Pace:
+    """How long work still takes: as it was guessed beforehand, corrected by what the done part of it took."""
+
+    def __init__(self, guessed_seconds: float) -> None:
+        """All of the work; it begins now."""
+        self._left = guessed_seconds
+        self._done = 0.0
+        self._begun = time.monotonic()
+
+    def done(self, guessed_seconds: float) -> None:
+        """So much of what was guessed has been done."""
+        self._left -= guessed_seconds
+        self._done += guessed_seconds
+
+    @property
+    def minutes_left(self) -> float:
+        """The guess itself until something is done."""
+        pace = (time.monotonic() - self._begun) / self._done if self._done else 1.0
+        return max(0.0, self._left) * pace / 60
 
 
 class Steps:

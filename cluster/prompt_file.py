@@ -9,6 +9,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 NUM_CATEGORIES = 13  # in Spec-Bench, and among our own
+NUM_OF_EACH = 2  # questions of a category, unless a number is given
 OWN_QUESTIONS = Path(__file__).parent / "prompts.jsonl"
 
 
@@ -30,8 +31,8 @@ class Question:
         return f"{self.category}, line {self.line}"
 
 
-def read_questions(file: Path, count: int) -> list[Question]:
-    """`count` questions, one of each category after another, in the file's order.
+def read_questions(file: Path, count: int | None) -> list[Question]:
+    """`count` questions, one of each category after another, in the file's order; None: two of each.
 
     Raises PromptsRefused for a file that cannot be read, a line in another format, or too few questions.
     """
@@ -45,11 +46,13 @@ def read_questions(file: Path, count: int) -> list[Question]:
         if line.strip():
             question = _question(file, number, line)
             by_category.setdefault(question.category, []).append(question)
+    if count is None:
+        count = sum(min(NUM_OF_EACH, len(questions)) for questions in by_category.values())
     num_questions = sum(map(len, by_category.values()))
-    if num_questions < count:
+    if num_questions < max(1, count):
         raise PromptsRefused(
             f"prompts {file} has {num_questions} questions in {len(by_category)} categories;"
-            f" num_prompts is {count}"
+            f" num_prompts is {max(1, count)}"
         )
     in_turn = chain.from_iterable(zip_longest(*by_category.values()))
     return list(islice((question for question in in_turn if question is not None), count))

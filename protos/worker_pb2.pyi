@@ -69,7 +69,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "busy")
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "busy", "prefixes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class WorkerStatus(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     num_slots: int
     num_slots_used: int
@@ -84,23 +85,22 @@ class WorkerStatus(_message.Message):
     process_id: int
     cost: PassCost
     busy: BusyTime
-    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixCache
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
 
 class BusyTime(_message.Message):
-    __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share", "prefixes")
+    __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share")
     SERVING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     RECENT_SHARE_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     serving_seconds: float
     busy_seconds: float
     num_passes: int
     num_rows: int
     recent_share: float
-    prefixes: PrefixCache
-    def __init__(self, serving_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., recent_share: _Optional[float] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+    def __init__(self, serving_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., num_passes: _Optional[int] = ..., num_rows: _Optional[int] = ..., recent_share: _Optional[float] = ...) -> None: ...
 
 class PrefixCache(_message.Message):
     __slots__ = ("num_prefills", "num_hits", "num_prefill_tokens", "num_cached_tokens")

@@ -21,7 +21,7 @@ from cluster.first_token import seconds_of_transformers
 from tests.pipelines import generate, pipeline
 from tests.tiny_models import END_ID, save_tiny
 from workers.baseline import Baseline
-from workers.baseline_tasks import BaselineModels, BaselineTask, GapTask
+from workers.baseline_tasks import BaselineBatch, BaselineModels, BaselineTask, GapTask
 from workers.engine import load_model
 
 PROMPT = tuple(b"a question")
@@ -107,6 +107,20 @@ def test_texts_go_on_behind_end_tokens(target: Path) -> None:
     assert any(END_ID in text[:-1] for text in texts)
 
 
+def test_a_batch_has_the_texts_of_its_prompts_alone(target: Path) -> None:
+    """Prompts of several lengths: what pads them must change no text, and end tokens end none."""
+    baseline = Baseline(BaselineModels(target=target, assistant=None, num_threads=1))
+    prompts = (PROMPT, PROMPT[:3], PROMPT * 3)
+    batch = BaselineBatch(prompts=prompts, num_tokens=24, temperature=0.0, seed=0)
+    alone = [baseline.write(_plain(24).model_copy(update={"prompt": prompt})).tokens for prompt in prompts]
+    found = baseline.write_batch(batch)
+    assert list(found.texts) == alone
+    assert found.seconds > 0
+    warm = baseline.write_batch(batch.model_copy(update={"temperature": 100.0, "num_tokens": 100}))
+    assert [len(text) for text in warm.texts] == [100] * 3
+    assert len(set(warm.texts)) == 3
+
+
 def test_the_gap_is_that_of_the_two_best_logits(target: Path) -> None:
     baseline = Baseline(BaselineModels(target=target, assistant=None, num_threads=1))
     with torch.inference_mode():
@@ -120,6 +134,8 @@ def test_the_process_answers_as_the_model_and_ends_with_its_block(target: Path, 
         pid = process.pid
         assert process.ready.num_assistant_tokens == 20
         answered = process.write(_plain(8))
+        batch = BaselineBatch(prompts=(PROMPT, PROMPT[:3]), num_tokens=8, temperature=0.0, seed=0)
+        assert process.write_batch(batch).texts[0] == answered.tokens
     assert not psutil.pid_exists(pid)
     assert answered.tokens == Baseline(models).write(_plain(8)).tokens
 

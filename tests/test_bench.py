@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster import bench_run
+from cluster import bench_commands, bench_run
 from cluster.bench import (
     TRANSFORMERS,
     BenchFailed,
@@ -24,7 +25,9 @@ from cluster.bench import (
     Written,
     greedy_differences,
     measure,
+    outrider,
 )
+from cluster.bench_load import LoadEngine, LoadRun
 from cluster.command_line import app
 from cluster.first_token import FirstTokenFailed, seconds_of_command
 from cluster.interrupts import Interrupted
@@ -139,6 +142,15 @@ def _bench(folder: Path, *options: str) -> Result:
         (["--startup-timeout", "nan"], "--startup-timeout is nan; it must lie in"),
         (["--json", "/no/such/folder/file"], "--json is /no/such/folder/file; it cannot be written: No such"),
         (["--picture", "/proc/picture.svg"], "--picture is /proc/picture.svg; it cannot be written"),
+        (["--requests", "1,257"], "--requests has 257; each must lie in 1..256"),
+        (["--requests", "1,two"], "--requests"),
+        (["--waves", "0"], "--waves is 0; it must lie in 1..100000"),
+        (["--blocks", "0"], "--blocks is 0; it must lie in 1..100000"),
+        (["--rules", "token,both"], "--rules"),
+        (
+            ["--requests", "2", "--picture", "p.svg"],
+            "--picture shows single requests; have 1 among --requests",
+        ),
         (["--picture", "picture.gif"], "--picture is picture.gif; its name must end in .svg or .png"),
     ],
 )
@@ -163,9 +175,10 @@ def test_a_picture_without_matplotlib_is_refused_with_the_remedy(
 
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are not timed: that would start a deployment each."""
+    """Commands are not timed: that would start a deployment each. Nobody waits for workers that settle."""
+    monkeypatch.setattr(bench_run, "_SETTLE_SECONDS", 0.0)
     for name in ("seconds_of_command", "seconds_of_transformers"):
-        monkeypatch.setattr(bench_run, name, lambda *_: 1.5)
+        monkeypatch.setattr(bench_commands, name, lambda *_: 1.5)
 
 
 @pytest.mark.ray
@@ -175,11 +188,20 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr("cluster.recording.SETTLE_SECONDS", 0.05)
     picture, file, timeline = folder / "picture.svg", folder / "report.json", folder / "timeline.html"
+    loads = ["--requests", "1,3", "--blocks", "2", "--batched", "3", "--rules", "token,block"]
     files = ["--picture", str(picture), "--json", str(file), "--timeline", str(timeline)]
-    result = _bench(folder, "--tokens", "12", "--draft-tokens", "2", *files)
+    result = _bench(folder, "--tokens", "12", "--draft-tokens", "2,auto", *loads, *files)
     assert result.exit_code == 0, result.stderr
     told = json.loads(file.read_text())
-    assert len(told["samples"]) == told["num_runs"] == 2 * 2 * 4
+    assert len(told["samples"]) == 2 * 2 * 6
+    assert len(told["load_samples"]) == 2 * 2 * 5
+    assert told["num_runs"] == len(told["samples"]) + len(told["load_samples"])
+    assert {load["run"]["num_tokens"] for load in told["load_samples"]} == {3 * 12}
+    assert {(f["num_requests"], f["num_blocks"]) for f in told["loads"]} == {(1, 2), (3, 2)}
+    assert all(f["auto_of_it"]["median"] > 0 for f in told["loads"] if "auto" not in f["engine"])
+    assert len(told["rules"]) == 2 * 2
+    assert {p["engine"] for p in told["closed_form"]} == {f["engine"] for f in told["loads"]} - {TRANSFORMERS}
+    assert all(p["reached"]["median"] > 0 for p in told["closed_form"])
     assert all(len(sample["written"]["tokens"]) == 12 for sample in told["samples"])
     drafted = [f for f in told["figures"] if f["engine"] == "Outrider, K = 2"]
     assert all(f["q_bytes_per_draft_token"] > 0 and f["round"]["draft"] > 0 for f in drafted)
@@ -192,7 +214,21 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(
     assert psutil.Process().children() == []
 
 
-@pytest.mark.usefixtures("untimed")
+@pytest.fixture
+def unstarted(untimed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither transformers nor a deployment is started."""
+    ready = BaselineReady(
+        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
+    )
+    doubles = {
+        "BaselineProcess": SimpleNamespace(ready=ready),
+        "private_deployment": SimpleNamespace(address="127.0.0.1:1", control_token="t"),
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(bench_run, name, lambda *_, double=double, **__: contextlib.nullcontext(double))
+
+
+@pytest.mark.usefixtures("unstarted")
 @pytest.mark.parametrize(
     ("error", "code"),
     [(Interrupted(15), 143), (BenchFailed("d wrote 3 tokens of 4"), 1), (OSError("nobody expects this"), 1)],
@@ -209,18 +245,32 @@ def test_a_benchmark_that_ends_early_tells_what_it_has(
             raise error
         return engines[1].write(work)
 
-    ready = BaselineReady(
-        num_assistant_tokens=20, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.4
-    )
-    doubles = {
-        "BaselineProcess": SimpleNamespace(ready=ready),
-        "private_deployment": SimpleNamespace(address=""),
-    }
-    for name, double in doubles.items():
-        monkeypatch.setattr(bench_run, name, lambda *_, double=double, **__: contextlib.nullcontext(double))
     monkeypatch.setattr(bench_run, "engines", lambda *_: [engines[0], Engine("d", "d", fail_at_last)])
     result = _bench(folder, "--tokens", "4", "--draft-tokens", "0", "--json", "-")
     assert result.exit_code == code
     told = json.loads(result.stdout)
     assert (len(told["samples"]), told["greedy_differences"]) == (4, None)
     assert told["notes"][0] == f"Ended after 4 of {told['num_runs']} runs; what follows is of these."
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_blocks_of_many_requests_are_told_though_a_later_one_was_cut(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is interrupted in its third block, the fourth time that it writes."""
+    num_times = 0
+
+    def write(works: Sequence[Work], num_at_once: int) -> LoadRun:
+        nonlocal num_times
+        num_times += 1
+        if num_times == 4:
+            raise Interrupted(2)
+        return LoadRun(len(works) * works[0].num_tokens, 0.5, Counts())
+
+    monkeypatch.setattr(bench_run, "load_engines", lambda *_: [LoadEngine(outrider(0), write)])
+    result = _bench(folder, "--tokens", "4", "--draft-tokens", "0", "--requests", "3", "--temperatures", "1")
+    assert result.exit_code == 130
+    assert "Many requests at once" in result.stdout
+    assert "- Ended after 2 of 8 runs; what follows is of these." in result.stdout
+    assert "| 1 |        3 |      2 | Outrider, K = 0 |     24.0 |" in result.stdout
+    assert "Speed:" not in result.stdout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cluster.bench import Counts, Engine, Sample, Work, Written
-from cluster.bench_statistics import Estimate, estimate, figures
+from cluster.bench_statistics import Estimate, estimate, figures, middle_ratio, pooled
 
 
 def _unused(_: Work) -> Written:
@@ -152,3 +152,34 @@ def test_a_ratio_is_other_than_one_where_its_interval_is() -> None:
 def test_five_values_give_no_interval() -> None:
     assert (estimate([1.0, 2.0, 3.0, 4.0, 5.0]).low, estimate([7.0]).high) == (None, None)
     assert estimate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).low is not None
+
+
+@pytest.mark.parametrize("num_blocks", [6, 8, 13])
+def test_an_interval_of_paired_ratios_covers_their_middle_as_often_as_it_says(num_blocks: int) -> None:
+    """Of two engines whose speeds scatter alike, by a law with wide tails; less three standard errors."""
+    random = np.random.default_rng(1)
+    covered, num_trials = 0, 2000
+    for _ in range(num_trials):
+        ours, theirs = np.exp(0.05 * random.standard_t(2, (2, num_blocks)))
+        found = middle_ratio((1.25 * ours / theirs).tolist())
+        assert found.low is not None
+        assert found.high is not None
+        assert found.low <= found.median <= found.high
+        covered += found.low <= 1.25 <= found.high
+    assert covered / num_trials >= 0.95 - 3 * (0.95 * 0.05 / num_trials) ** 0.5
+
+
+def test_ranks_of_paired_ratios_are_those_of_wilcoxons_table() -> None:
+    """Of eight values the fourth least of 36 pairwise means, of six the least; of five there is none."""
+    values = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+    eight = middle_ratio(values)
+    assert (eight.low, eight.high) == pytest.approx((2.0, 64.0))
+    assert eight.median == pytest.approx(2**3.5)
+    six = middle_ratio(values[:6])
+    assert (six.low, six.high) == pytest.approx((1.0, 32.0))
+    assert middle_ratio(values[:5]).low is None
+
+
+def test_accepted_tokens_are_pooled_by_position() -> None:
+    found = pooled([Counts(num_accepted_per_pos=(3, 1)), Counts(num_accepted_per_pos=(2, 2, 1)), Counts()])
+    assert found.num_accepted_per_pos == (5, 3, 1)

@@ -240,8 +240,10 @@ def test_plans_name_the_file_that_a_worker_loads(file: Path) -> None:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_benchmark_needs_models_that_transformers_runs(role: str, file: Path, tmp_path: Path) -> None:
     models = {"target": str(save_tiny(tmp_path / "folder")), "draft": str(tmp_path / "folder")}
+    models[role] = str(file)
     wish = BenchWish(
-        **models | {role: str(file)},
+        target=models["target"],
+        draft=models["draft"],
         draft_lengths=(1,),
         num_prompts=1,
         num_tokens=8,

@@ -24,6 +24,16 @@ def test_categories_take_turns_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert [(q.text, q.line) for q in found] == [("m1", 1), ("q1", 4), ("r1", 5), ("m2", 2)]
 
 
+def test_without_a_number_two_of_each_category_are_asked(tmp_path: Path) -> None:
+    questions = [("math", "m1"), ("math", "m2"), ("math", "m3"), ("qa", "q1")]
+    found = read_questions(_write(tmp_path / "p.jsonl", *questions), None)
+    assert [q.text for q in found] == ["m1", "q1", "m2"]
+    assert len(read_questions(OWN_QUESTIONS, None)) == 13
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(PromptsRefused, match="has 0 questions"):
+        read_questions(tmp_path / "empty.jsonl", None)
+
+
 def test_the_projects_own_questions_are_one_of_each_category() -> None:
     assert len({question.category for question in read_questions(OWN_QUESTIONS, 13)}) == 13
 

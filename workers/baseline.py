@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from protos.settings import Settings
 from workers.baseline_tasks import (
+    BaselineBatch,
     BaselineModels,
     BaselineReady,
     BaselineRequest,
     BaselineTask,
     BaselineText,
+    BaselineTexts,
     Gap,
     GapTask,
 )
@@ -74,6 +76,27 @@ class Baseline:
             num_draft_tokens=self._num_draft_tokens,
         )
 
+    def write_batch(self, task: BaselineBatch) -> BaselineTexts:
+        """Run one `generate` of all prompts, timed alike."""
+        longest = max(map(len, task.prompts))
+        paddings = [longest - len(prompt) for prompt in task.prompts]
+        prompts = torch.tensor([[0] * n + list(p) for n, p in zip(paddings, task.prompts, strict=True)])
+        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in paddings])
+        torch.manual_seed(task.seed)
+        begun = time.perf_counter()
+        output = self._target.generate(prompts, attention_mask=mask, generation_config=_generation(task))
+        return BaselineTexts(texts=output[:, longest:].tolist(), seconds=time.perf_counter() - begun)
+
+    def answer(self, task: BaselineTask | BaselineBatch | GapTask) -> BaselineText | BaselineTexts | Gap:
+        """Do what is asked."""
+        match task:
+            case BaselineTask():
+                return self.write(task)
+            case BaselineBatch():
+                return self.write_batch(task)
+            case GapTask():
+                return self.gap(task)
+
     def gap(self, task: GapTask) -> Gap:
         """The gap between the two best logits behind the prompt."""
         with torch.inference_mode():
@@ -105,7 +128,7 @@ def _load(folder: Path) -> Any:
     return model
 
 
-def _generation(task: BaselineTask) -> GenerationConfig:
+def _generation(task: BaselineTask | BaselineBatch) -> GenerationConfig:
     length = {"max_new_tokens": task.num_tokens, "eos_token_id": None, "pad_token_id": 0}
     if task.temperature == 0:
         return GenerationConfig(do_sample=False, **length)
@@ -122,8 +145,7 @@ def serve(tasks: TextIO, answers: TextIO) -> None:
     baseline = Baseline(BaselineModels.model_validate_json(tasks.readline()))
     say(baseline.ready())
     for line in tasks:
-        task = BaselineRequest.model_validate_json(line).task
-        say(baseline.gap(task) if isinstance(task, GapTask) else baseline.write(task))
+        say(baseline.answer(BaselineRequest.model_validate_json(line).task))
 
 
 if __name__ == "__main__":

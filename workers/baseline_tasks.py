@@ -55,6 +55,23 @@ class BaselineText(Settings):
         return len(self.tokens) - self.num_rounds
 
 
+class BaselineBatch(Settings):
+    """Texts to write in one `generate`, each as in BaselineTask; the prompts are padded on the left."""
+
+    kind: Literal["batch"] = "batch"
+    prompts: tuple[tuple[int, ...], ...] = Field(min_length=1)
+    num_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    seed: int = Field(ge=0)
+
+
+class BaselineTexts(Settings):
+    """What came of a batch."""
+
+    texts: tuple[tuple[int, ...], ...]
+    seconds: float  # of the whole call, the prompts' pass included
+
+
 class GapTask(Settings):
     """Asks how near to a tie the target's next token is."""
 
@@ -71,4 +88,4 @@ class Gap(Settings):
 class BaselineRequest(Settings):
     """A line for the process once it is ready."""
 
-    task: BaselineTask | GapTask = Field(discriminator="kind")
+    task: BaselineTask | BaselineBatch | GapTask = Field(discriminator="kind")

@@ -1,7 +1,7 @@
 """When the sessions that were answered come back, and whether a pass had better wait for them.
 
 Knows sessions, times and what passes take; no model and no task. A pass that begins while other sessions are
-on their way leaves them to a pass of their own, and so it goes on for ever: two passes of half the rows, where
+on their way leaves them to a pass of their own, and so it goes on for ever: two passes of half the rows, and
 one of all takes hardly longer. Who is back in less than that saves is waited for.
 """
 
