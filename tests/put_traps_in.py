@@ -166,8 +166,8 @@ TRAPS = [
     Trap(
         "the drafter gets the seed",
         "coordinator/sessions.py",
-        'return hashlib.blake2b(seed, digest_size=16, person=b"outrider draft").digest()',
-        "return seed",
+        'self.draft_key = hashlib.blake2b(seed, digest_size=16, person=b"outrider draft").digest()',
+        "self.draft_key = seed",
         "test_sessions",
     ),
     Trap(

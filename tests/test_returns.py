@@ -9,7 +9,7 @@ import pytest
 from protos.pass_cost import PassCost, PassShape
 from protos.worker_pb2 import TaskReply
 from tests.test_jobs import Bench, law, state, verify_task
-from workers.returns import WORTH, Returns
+from workers.returns import MAX_KEPT, WORTH, Returns
 from workers.work import Work
 
 FLAT = PassCost((1, 64), (0.040, 0.046), 0.0, 0.0)  # half the rows take nearly as long
@@ -57,6 +57,15 @@ def test_a_session_that_never_came_back_or_is_over_is_not_waited_for() -> None:
 def test_the_wait_is_for_those_who_are_worth_it() -> None:
     both = away(0.002, 0.015)
     assert both.worth_waiting(ONE, FLAT, 100.0) == pytest.approx(away(0.002).worth_waiting(ONE, FLAT, 100.0))
+
+
+def test_sessions_that_nobody_ends_are_not_kept_for_ever() -> None:
+    returns = Returns()
+    for number in range(3 * MAX_KEPT):
+        returns.answered(str(number), 1, 10, 100.0)
+        returns.arrived(str(number), 100.002)
+        returns.answered(str(number), 1, 10, 100.01)
+    assert max(len(returns._away), len(returns._usual)) <= MAX_KEPT
 
 
 async def test_sessions_out_of_step_find_together() -> None:

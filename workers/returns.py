@@ -12,6 +12,7 @@ from protos.pass_cost import PassCost, PassShape
 WORTH = 0.5  # of what a merged pass saves: so long is waited at most
 _SLACK, _SLACK_SECONDS = 1.5, 0.001  # beyond a session's last absence
 MAX_EXPECTED = 256  # sessions that are considered
+MAX_KEPT = 4096  # that are remembered: more are of coordinators that have gone without a word
 
 
 @dataclass(slots=True)
@@ -34,6 +35,9 @@ class Returns:
 
     def answered(self, session: str, num_rows: int, length: int, now: float) -> None:
         """The session goes away with its answer; it fed so many rows and holds so many positions."""
+        if len(self._away) >= MAX_KEPT or len(self._usual) >= MAX_KEPT:  # to be learnt again, at no cost
+            self._away.clear()
+            self._usual.clear()
         self._away[session] = _Absence(now, num_rows, length, self._usual.get(session))
 
     def arrived(self, session: str, when: float) -> None:
