@@ -44,7 +44,7 @@ class DraftLength:
         """K by the rates promised for each: the best, unless the last is as good as that.
 
         Where drafting does not pay, now and then a round drafts all the same: so rarely that it costs less
-        than EXPLORING_SHARE.
+        than EXPLORING_SHARE. It goes on trying until `drafted`: the drafter may have to read the text first.
         """
         best = max(range(len(rates)), key=rates.__getitem__)
         if self.last is not None and self.last < len(rates) and rates[best] < SWITCH_GAIN * rates[self.last]:
@@ -58,5 +58,8 @@ class DraftLength:
         lost_rounds = rates[0] / rates[drafting] - 1  # about: of plain decoding, in one round with drafts
         if self.num_plain < max(MIN_EXPLORING_ROUNDS, lost_rounds / EXPLORING_SHARE):
             return 0
-        self.num_plain = 0
         return drafting
+
+    def drafted(self) -> None:
+        """The round had drafts."""
+        self.num_plain = 0

@@ -64,6 +64,7 @@ class DraftPolicy:
             return
         num_judged = min(num_accepted + 1, num_drafts)
         if session.draft_length is not None:
+            session.draft_length.drafted()
             session.likeness.learn(overlap, self._rates.chances(num_judged))
         self._rates.learn(num_drafts, num_accepted)
 

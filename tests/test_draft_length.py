@@ -59,11 +59,24 @@ def test_the_best_k_is_chosen_and_kept_until_another_is_clearly_better() -> None
 @pytest.mark.parametrize(("rate", "rounds"), [(9.9, MIN_EXPLORING_ROUNDS), (2.0, 4 / EXPLORING_SHARE)])
 def test_where_drafting_does_not_pay_it_is_tried_as_rarely_as_it_costs(rate: float, rounds: float) -> None:
     length = DraftLength()
-    chosen = [length.choose([10.0, rate, rate / 2]) for _ in range(2000)]
+    chosen = []
+    for _ in range(2000):
+        chosen.append(length.choose([10.0, rate, rate / 2]))
+        if chosen[-1]:
+            length.drafted()
     tried = [i for i, k in enumerate(chosen) if k]
     assert {chosen[i] for i in tried} == {1}
     assert {b - a for a, b in itertools.pairwise(tried)} == {rounds}
     assert tried[0] == rounds - 1
+
+
+def test_a_try_that_the_drafter_is_not_ready_for_is_made_again_in_the_next_round() -> None:
+    length = DraftLength()
+    while not length.choose([10.0, 9.9]):
+        pass
+    assert [length.choose([10.0, 9.9]) for _ in range(3)] == [1, 1, 1]
+    length.drafted()
+    assert length.choose([10.0, 9.9]) == 0
 
 
 def test_chances_follow_the_verdicts_by_position_and_guesses_go_on_from_them() -> None:
