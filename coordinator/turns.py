@@ -39,7 +39,7 @@ class Turns:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # its turn came at the same moment
                 self.leave()
-            else:
+            elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
@@ -50,8 +50,10 @@ class Turns:
             return
         self._begin()
         while self._waiting and self._num_in < self.limit:
-            self._num_in += 1
-            self._waiting.popleft().set_result(None)
+            turn = self._waiting.popleft()
+            if not turn.done():  # a task that is cancelled cancels what it waits for before it runs again
+                self._num_in += 1
+                turn.set_result(None)
 
     def _begin(self) -> None:
         self.number += 1

@@ -89,6 +89,19 @@ async def test_a_turn_that_comes_as_its_task_is_cancelled_is_passed_on() -> None
     await crowd.go(3)
 
 
+async def test_a_turn_is_not_given_to_who_gave_up_in_the_same_moment() -> None:
+    crowd = Crowd(Turns())
+    crowd.turns.limit = 1
+    await crowd.come(1, 2, 3)
+    crowd.tasks[2].cancel()  # it has not run since
+    crowd.turns.leave()
+    crowd.turns._num_in += 1  # 1 is still there and leaves below
+    await turn_over()
+    assert 3 in crowd.inside
+    await crowd.go(1, 3)
+    assert crowd.turns._num_in == 0
+
+
 async def test_whatever_happens_no_group_is_too_large_and_all_are_served() -> None:
     draw = random.Random(7)
     crowd = Crowd(Turns())
