@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -128,12 +128,16 @@ class InferenceService(InferenceServicer):
         self,
         request: GenerateRequest,
         context: grpc.aio.ServicerContext[GenerateRequest, GenerateReply],
-    ) -> AsyncIterator[GenerateReply]:
-        """See inference.proto."""
+    ) -> None:
+        """See inference.proto.
+
+        A coroutine that writes, not a generator: one that is cancelled between two replies would be left to
+        the garbage collector, and its request with it.
+        """
         try:
             async with contextlib.aclosing(self._generate(request)) as replies:
                 async for reply in replies:
-                    yield reply
+                    await context.write(reply)
         except TaskError as error:
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
@@ -194,9 +198,11 @@ class InferenceService(InferenceServicer):
         finally:
             for task in running.tasks:
                 task.cancel()
-            await asyncio.gather(*running.tasks, return_exceptions=True)
-            self._finished.add(running.tally)
-            del self._running[order.request_id]
+            try:
+                await asyncio.gather(*running.tasks, return_exceptions=True)
+            finally:  # also when the call is cancelled once more
+                self._finished.add(running.tally)
+                del self._running[order.request_id]
 
     async def _run_choice(self, running: _Request, choice: int) -> None:
         """Decode one choice; whatever becomes of it is told to the request's events."""
