@@ -1,7 +1,7 @@
 """Drafts drawn on the device are what the host would draw; on a CPU the same code runs uncaptured.
 
 Each token must be the one that its coin selects from the row it is shipped with, whatever rounding made of
-the row: the law holds because of that alone. The rows are those of the host up to one count.
+the row: the law holds because of that alone. The rows are those of the host up to one count, but for ties.
 """
 
 import asyncio
@@ -176,6 +176,27 @@ async def test_what_was_drawn_stays_in_the_slot_for_the_next_round() -> None:
         assert static.slots.free == ragged.slots.free
 
 
+def test_sessions_that_are_not_fed_stay_as_they_are() -> None:
+    """Others draw, roll back and draw again beside them; rows that pad a pass must touch nobody's cache."""
+    draw = random.Random(7)
+    static, ragged = Static("llama"), ragged_model("llama")
+    texts = [some(draw, 20) for _ in range(NUM_SLOTS)]
+    for model in (static, ragged):
+        model.forward([Feed(slot, 0, text, 0) for slot, text in enumerate(texts)])
+    for _ in range(20):
+        fed = draw.sample(range(NUM_SLOTS), 2)
+        cut = draw.randint(1, 19)
+        for slot in fed:
+            texts[slot] = [*texts[slot][:cut], *some(draw, 20 - cut)]
+        wanted = [Draws(SamplingSettings(), 20, VOCAB_SIZE, [draw.random() for _ in range(4)]) for _ in fed]
+        feeds = [Feed(slot, cut, texts[slot][cut:], 1) for slot in fed]
+        assert static.draw(feeds, wanted) is not None
+        ragged.forward([Feed(slot, cut, texts[slot][cut:], 0) for slot in fed])
+        last = [Feed(slot, 19, texts[slot][19:], 1) for slot in range(NUM_SLOTS)]
+        for ours, theirs in zip(static.forward(last), ragged.forward(last), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5)
+
+
 async def test_what_the_device_cannot_draw_is_left_to_the_host() -> None:
     """Whole rows; and a session that is not finite, whose neighbours draw as before."""
     draw = random.Random(7)
@@ -199,7 +220,7 @@ async def test_what_the_device_cannot_draw_is_left_to_the_host() -> None:
 async def test_no_more_is_drawn_than_there_is_time_for() -> None:
     """Once begun on the device, draws are not stopped."""
     model = Static("llama")
-    cost = PassCost((1,), (0.1,), 0.0, 0.0)
+    cost = PassCost((1, 64), (0.1, 0.1), 0.0, 0.0)
     for timeout, expected in ((10.0, 30), (0.75, 7), (0.05, 1)):
         task = draft_task(state([1, 2, 3]), 30, vocab_size=VOCAB_SIZE)
         task.state.timeout_ns = int(timeout * 1e9)
@@ -207,8 +228,12 @@ async def test_no_more_is_drawn_than_there_is_time_for() -> None:
         work = Work(task, b"", lambda _: None)
         work.job = drafter._open(work)
         feed = Feed(work.job.slot.index, 0, (1, 2, 3), 1)
-        (drawn,) = compute(model, [Planned(work, work.job, feed)], cost)
-        assert len(drawn) == expected
+        neighbour = draft_task(state([1, 2, 3], session="b"), 30, vocab_size=VOCAB_SIZE)
+        patient = Work(neighbour, b"", lambda _: None)
+        patient.job = drafter._open(patient)
+        beside = Feed(patient.job.slot.index, 0, (1, 2, 3), 1)
+        plan = [Planned(work, work.job, feed), Planned(patient, patient.job, beside)]
+        assert [len(drawn) for drawn in compute(model, plan, cost)] == [expected, expected]
 
 
 @needs_gpu

@@ -67,7 +67,8 @@ class Rules:
 
 def _counted(draw: Draws) -> int:
     """Columns whose weights must be known: top-p shares out the mass of those that top-k keeps."""
-    return draw.settings.top_k if draw.settings.top_p < 1.0 else 1
+    some_stay = draw.settings.top_p < 1.0 and draw.settings.top_k < draw.num_columns
+    return draw.settings.top_k if some_stay else 1
 
 
 def draw(logits: Tensor, rules: Rules, index: int) -> Tensor:

@@ -44,9 +44,12 @@ def compute(model: LanguageModel, plan: Sequence[Planned], cost: PassCost | None
 
 def _drawn(model: DrawingModel, plan: Sequence[Planned], cost: PassCost | None) -> list[Result] | None:
     """Drafts, and no logits for what reads a prompt; None where the host has to look at logits."""
-    draws = [_draws(planned, cost) if planned.feed.num_logits else None for planned in plan]
     num_wanting = sum(planned.feed.num_logits > 0 for planned in plan)
-    if not 0 < num_wanting == len(draws) - draws.count(None):
+    if not num_wanting:
+        return None
+    most = _most_draws(plan, cost)
+    draws = [_draws(planned, most) if planned.feed.num_logits else None for planned in plan]
+    if num_wanting != len(draws) - draws.count(None):
         return None
     drawn = model.draw([planned.feed for planned in plan], draws)
     if drawn is None:
@@ -54,12 +57,22 @@ def _drawn(model: DrawingModel, plan: Sequence[Planned], cost: PassCost | None) 
     return [_NO_LOGITS if draw is None else tokens for draw, tokens in zip(draws, drawn, strict=True)]
 
 
-def _draws(planned: Planned, cost: PassCost | None) -> Draws | None:
-    """As many as there is time for by what passes take: once begun, they are not stopped."""
-    if not isinstance(planned.job, DraftJob):
-        return None
-    most = MAX_DRAFT_TOKENS
-    if cost is not None:
-        step = cost.pass_seconds(PassShape().with_feed(planned.feed.start, 1))
-        most = max(1, min(most, int(planned.work.seconds_left / step)))
-    return planned.job.draws(most)
+def _draws(planned: Planned, most: int) -> Draws | None:
+    return planned.job.draws(most) if isinstance(planned.job, DraftJob) else None
+
+
+def _most_draws(plan: Sequence[Planned], cost: PassCost | None) -> int:
+    """As many as there is time for by what passes take, for whoever has the least: once begun, they go on.
+
+    Nobody is answered before all have drawn.
+    """
+    if cost is None:
+        return MAX_DRAFT_TOKENS
+    first = step = PassShape()
+    for planned in plan:
+        feed = planned.feed
+        first = first.with_feed(feed.start, len(feed.tokens))
+        step = step.with_feed(feed.start + len(feed.tokens), 1)
+    left = min(planned.work.seconds_left for planned in plan if planned.feed.num_logits)
+    further = (left - cost.pass_seconds(first)) / cost.pass_seconds(step)
+    return max(1, min(MAX_DRAFT_TOKENS, 1 + int(further)))

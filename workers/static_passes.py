@@ -132,7 +132,8 @@ class _StaticPass:
         self._host, self._copied = self._idle.clone(), None
         if device.type == "cuda":
             self._host, self._copied = self._host.pin_memory(), torch.cuda.Event()
-        self._table, self._idle_there = self._idle.to(device), self._idle.to(device)
+        self._idle_there = self._idle.to(device, copy=True)
+        self._table = self._idle.to(device, copy=True)  # on a CPU, too, apart from what it is reset to
         self._logits, self._finite = logits[: len(slots)], torch.ones((), dtype=torch.bool, device=device)
         run = Run(slice(0, len(slots)), slice(0, num_slots), num_rows, start=0, end=num_seen, num_seen=0)
         wanted = torch.arange(len(slots), device=device)
