@@ -16,15 +16,15 @@ import grpc
 
 from coordinator.credits import Credits
 from coordinator.deadlines import Deadlines
+from coordinator.handshake import model_of, shake_hands
 from coordinator.wire_time import WireTime
 from protos import worker_pb2_grpc
 from protos.pass_cost import PassCost
 from protos.status import TaskError
-from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, checksum, unseal
+from protos.wire import CHANNEL_OPTIONS, checksum, unseal
 from protos.worker_pb2 import (
     DraftTask,
     GetStatusRequest,
-    HandshakeRequest,
     ReplyBatch,
     TaskBatch,
     TaskReply,
@@ -36,7 +36,6 @@ from protos.worker_pb2 import PassCost as PassCostMessage
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10.0
 FLUSH_SECONDS = 1.0
 ECHO_SECONDS = 1.0  # between empty round trips of a silent stream
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
@@ -54,6 +53,7 @@ class WorkerClient:
         """`address` is host:port; `coordinator` names this coordinator and its life."""
         self.role = role
         self.address = address
+        self._name = f"the {role} worker at {address}"
         self.num_stale_replies = 0
         self.cost: PassCost | None = None  # what its passes take, as last told in this life
         self.wire = WireTime()
@@ -76,7 +76,7 @@ class WorkerClient:
     def info(self) -> WorkerInfo:
         """The worker as it said at the last handshake. Raises TaskError(UNAVAILABLE) while disconnected."""
         if self._info is None:
-            raise TaskError.unavailable(f"the {self.role} worker at {self.address} is not connected")
+            raise TaskError.unavailable(f"{self._name} is not connected")
         return self._info
 
     @property
@@ -108,7 +108,7 @@ class WorkerClient:
         self._handshake = stub.Handshake
         self._get_status = stub.GetStatus
         try:
-            info = await self._shake_hands()
+            info = await shake_hands(self._handshake, self._name, self._coordinator)
         except TaskError:
             await self._channel.close()
             raise
@@ -147,7 +147,7 @@ class WorkerClient:
         try:
             state = task.state
             if state.epoch != self.info.epoch:
-                raise TaskError.stale(f"the {self.role} worker at {self.address} began another life")
+                raise TaskError.stale(f"{self._name} began another life")
             future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
             self._waiting[task_id] = future
             self._deadlines.add(task_id, timeout_seconds)
@@ -189,7 +189,7 @@ class WorkerClient:
     async def echo(self) -> float:
         """Seconds of an empty round trip. Raises TaskError(UNAVAILABLE) when there is no stream for it."""
         if self._info is None:
-            raise TaskError.unavailable(f"the {self.role} worker at {self.address} is not connected")
+            raise TaskError.unavailable(f"{self._name} is not connected")
         asked_ns, number = time.monotonic_ns(), next(self._task_ids)
         self._echoes[number] = answered = asyncio.get_running_loop().create_future()
         self._echo = number
@@ -206,9 +206,7 @@ class WorkerClient:
             future.set_exception(TimeoutError())
 
     def _too_late(self, timeout_seconds: float) -> TaskError:
-        return TaskError.deadline(
-            f"the {self.role} worker at {self.address} did not answer within {timeout_seconds:g} s"
-        )
+        return TaskError.deadline(f"{self._name} did not answer within {timeout_seconds:g} s")
 
     def _adopt(self, info: WorkerInfo) -> None:
         """A life of the worker to send tasks to."""
@@ -238,30 +236,10 @@ class WorkerClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
             with contextlib.suppress(TaskError):
-                info = await self._shake_hands()
+                info = await shake_hands(self._handshake, self._name, self._coordinator)
                 if model_of(info) == self._model:
                     return info
                 logger.error("at %s there is another %s model now: %s", self.address, self.role, info.model)
-
-    async def _shake_hands(self) -> WorkerInfo:
-        request = HandshakeRequest(protocol_version=PROTOCOL_VERSION, coordinator=self._coordinator)
-        try:
-            info: WorkerInfo | None = await self._handshake(request, timeout=HANDSHAKE_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise TaskError(
-                error.code(),
-                f"the {self.role} worker at {self.address} refused the handshake: {error.details()}",
-            ) from None
-        if info is None:  # so grpc.aio says that it does not parse
-            raise TaskError.data_loss(
-                f"what the {self.role} worker at {self.address} says of itself is damaged"
-            )
-        if info.protocol_version != PROTOCOL_VERSION:
-            raise TaskError.mismatch(
-                f"the {self.role} worker at {self.address} speaks protocol version {info.protocol_version}, "
-                f"this coordinator {PROTOCOL_VERSION}"
-            )
-        return info
 
     async def _run_stream(self) -> None:
         """Until the stream breaks."""
@@ -342,14 +320,5 @@ class WorkerClient:
         futures: list[asyncio.Future[Any]] = [*self._waiting.values(), *self._echoes.values()]
         for future in futures:
             if not future.done():
-                error = TaskError.unavailable(f"lost the {self.role} worker at {self.address}: {reason}")
+                error = TaskError.unavailable(f"lost {self._name}: {reason}")
                 future.set_exception(error)
-
-
-def model_of(info: WorkerInfo) -> WorkerInfo:
-    """What a worker must have in common with its earlier lives: all but the life and its capacity."""
-    model = WorkerInfo()
-    model.CopyFrom(info)
-    for name in ("epoch", "num_slots", "task_credits", "byte_credits", "computes_on"):
-        model.ClearField(name)
-    return model

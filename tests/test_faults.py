@@ -959,7 +959,7 @@ async def test_tokenizers_must_be_the_same_where_both_are_known(same: bool) -> N
 async def test_a_worker_refuses_a_coordinator_of_another_protocol_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_client, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     error = await refusal_of(Worker("target", TARGET), Worker("draft", DRAFT))
     assert error.code is grpc.StatusCode.FAILED_PRECONDITION
     assert f"protocol_version is {PROTOCOL_VERSION + 1}" in error.message

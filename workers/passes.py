@@ -20,16 +20,13 @@ from workers.busy import Busy
 from workers.calibration import Calibration
 from workers.cost_model import CostModel
 from workers.jobs import DraftJob, Job
-from workers.language_model import Feed, LanguageModel
-from workers.pass_plan import MIN_PREFILL_TOKENS, PassBounds, Pending, fast_rows, plan_pass
+from workers.language_model import LanguageModel
 from workers.pass_results import Planned, Result, compute
-from workers.returns import Returns
+from workers.schedule import Schedule
 from workers.slots import SlotTable
 from workers.work import Work
 
 logger = logging.getLogger(__name__)
-
-NEXT_ROUND_SECONDS = 1.0  # a session that was answered is expected back for this long
 
 
 def model_thread() -> ThreadPoolExecutor:
@@ -42,10 +39,7 @@ def model_thread() -> ThreadPoolExecutor:
 
 
 class PassLoop:
-    """Runs passes over all jobs at hand, decoding first, prefills in chunks beside it.
-
-    From each pass it learns what passes take, and so how large the chunks may be.
-    """
+    """Runs passes over the jobs at hand, as the schedule says, and learns from each what passes take."""
 
     def __init__(
         self,
@@ -67,15 +61,14 @@ class PassLoop:
         self._model = model
         self._slots = slots
         self._open_job = open_job
-        self._max_pass_tokens = max_pass_tokens
-        self._max_step_seconds = max_step_seconds
         self._cost_model = CostModel()
+        self._schedule = Schedule(
+            slots, self._cost_model, max_pass_tokens=max_pass_tokens, max_step_seconds=max_step_seconds
+        )
         self._calibration = Calibration(model, self._cost_model, max_pass_tokens, calibration_seconds)
         self._arrived: list[Work] = []
         self._released: list[str] = []
         self._at_work: list[Work] = []
-        self._returns = Returns()
-        self._pass_at = 0.0  # when the next pass begins though others are due; 0: at once
         self._closed = False
         self._ended = False
         self._busy_at = math.inf  # until a coordinator is there
@@ -144,7 +137,7 @@ class PassLoop:
     async def _wait_for_others(self) -> None:
         """Until somebody comes who joins the next pass, or for as long as that is worth."""
         self._wake.clear()
-        seconds = self._pass_at - time.monotonic()
+        seconds = self._schedule.waits_until - time.monotonic()
         if seconds > 0 and not (self._arrived or self._released):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -172,7 +165,7 @@ class PassLoop:
         """One turn on the model's thread: passes until something is answered, or something has come."""
         answered = self._step(arrived, released)
         while self._at_work and not (
-            answered or self._arrived or self._released or self._ended or self._pass_at
+            answered or self._arrived or self._released or self._ended or self._schedule.waits_until
         ):
             answered = self._step([], [])
         return answered
@@ -185,7 +178,7 @@ class PassLoop:
             self._calibration.clear()
         for session in released:
             self._slots.release(session)
-            self._returns.forget(session)
+            self._schedule.released(session)
         gone = set(released)
         for work in [w for w in self._at_work if w.task.state.session in gone]:
             self._finish(work, _error(TaskError.stale("the session was released")), answered)
@@ -195,37 +188,12 @@ class PassLoop:
         for work in [w for w in self._at_work if not isinstance(w.task, DraftTask) and w.out_of_time()]:
             self._finish(work, _error(TaskError.deadline("the task ran out of time")), answered)
         self._catch_up(answered)
-        plan = self._plan()
-        if self._others_are_due(plan):
-            return answered
-        self._pass_at = 0.0
+        plan = self._schedule.next_pass(self._at_work)
         if plan:
             self.busy.begin()
             self._run_pass(plan, answered)
             self.busy.end()
         return answered
-
-    def _others_are_due(self, plan: list[Planned]) -> bool:
-        """Whether the pass waits for sessions that are about to come back: until a time that is not put off.
-
-        Drafts, of many short passes, take in whoever comes between two of them.
-        """
-        cost, now = self._cost_model.cost, time.monotonic()
-        if (
-            cost is None
-            or not plan
-            or isinstance(plan[0].work.task, DraftTask)
-            or (self._pass_at and now >= self._pass_at)
-        ):
-            return False
-        shape = PassShape()
-        for planned in plan:
-            shape = shape.with_feed(planned.feed.start, len(planned.feed.tokens))
-        seconds = self._returns.worth_waiting(shape, cost, now)
-        if not seconds:
-            return False
-        self._pass_at = min(self._pass_at or math.inf, now + seconds)
-        return True
 
     def _start(self, work: Work, answered: list[tuple[Work, TaskReply]]) -> None:
         try:
@@ -240,7 +208,7 @@ class PassLoop:
             if self._take_over(work, answered):
                 return
             work.job = self._open_job(work)
-            self._returns.arrived(work.task.state.session, work.arrived_ns / 1e9)
+            self._schedule.arrived(work)
         except TaskError as error:
             answered.append((work, _error(error)))
         except Exception:
@@ -265,42 +233,14 @@ class PassLoop:
                 return True
         return False
 
-    def _plan(self) -> list[Planned]:
-        """Feeds of the next pass."""
-        ready = [work for work in self._at_work if _job(work).slot.ahead is None]
-        jobs = [_job(work) for work in ready]
-        tasks = [_pending(job) for job in jobs]
-        decoding = [work for work, task in zip(ready, tasks, strict=True) if task.decodes]
-        sizes = plan_pass(tasks, self._bounds(decoding))
-        return [
-            Planned(work, job, _feed(job, size))
-            for work, job, size in zip(ready, jobs, sizes, strict=True)
-            if size
-        ]
-
     def _catch_up(self, answered: list[tuple[Work, TaskReply]]) -> None:
         """Tasks that waited for others' tokens take them over."""
         for work in list(self._at_work):
-            job = _job(work)
+            job = work.at_job
             try:
                 del job.pending[: self._slots.catch_up(job.slot)]
             except Exception:
                 self._finish(work, _error(_fault("a prefix could not be copied")), answered)
-
-    def _bounds(self, decoding: list[Work]) -> PassBounds:
-        """In time where sessions decode, or will in a moment; else in rows that are read at the best rate.
-
-        A round that comes in the middle of a pass waits for its end, so passes before it get half of a step,
-        and its own, of which a draft has several, what is left.
-        """
-        cost = self._cost_model.cost
-        if cost is None or not (decoding or self._slots.answered_within(NEXT_ROUND_SECONDS)):
-            return PassBounds(fast_rows(cost, self._max_pass_tokens), math.inf, lambda _: 0.0)
-        seconds = self._max_step_seconds / 2
-        if decoding:
-            waited_ns = time.monotonic_ns() - min(work.arrived_ns for work in decoding)
-            seconds = self._max_step_seconds - waited_ns / 1e9
-        return PassBounds(self._max_pass_tokens, seconds, cost.pass_seconds)
 
     def _run_pass(self, plan: list[Planned], answered: list[tuple[Work, TaskReply]]) -> None:
         started_ns, first_pass = time.monotonic_ns(), self.busy.num_passes
@@ -352,27 +292,9 @@ class PassLoop:
 
     def _finish(self, work: Work, outcome: TaskReply, answered: list[tuple[Work, TaskReply]]) -> None:
         self._at_work.remove(work)
-        job = _job(work)
-        self._slots.leave(job.slot)
-        self._returns.answered(job.slot.session, job.num_logits, len(job.slot.tokens), time.monotonic())
+        self._slots.leave(work.at_job.slot)
+        self._schedule.answered(work.at_job)
         answered.append((work, outcome))
-
-
-def _job(work: Work) -> Job:
-    assert work.job is not None, "a task at work has a job"
-    return work.job
-
-
-def _pending(job: Job) -> Pending:
-    slot, num_tokens, num_logits = job.slot, len(job.pending), job.num_logits
-    is_small = num_tokens <= max(MIN_PREFILL_TOKENS, num_logits)
-    return Pending(len(slot.tokens), num_tokens, num_logits, is_small and slot.last_reply is not None)
-
-
-def _feed(job: Job, size: int) -> Feed:
-    """The next `size` pending tokens; the positions behind the last of them alone are wanted."""
-    num_logits = job.num_logits if size == len(job.pending) else 0
-    return Feed(job.slot.index, len(job.slot.tokens), tuple(job.pending[:size]), num_logits)
 
 
 def _error(error: TaskError) -> TaskReply:

@@ -25,6 +25,12 @@ class Work:
     job: Job | None = None
 
     @property
+    def at_job(self) -> Job:
+        """The job of a task at work, which has one."""
+        assert self.job is not None, "a task at work has a job"
+        return self.job
+
+    @property
     def seconds_left(self) -> float:
         """Until the answer is of no more use."""
         return (self.arrived_ns + self.task.state.timeout_ns - time.monotonic_ns()) / 1e9
