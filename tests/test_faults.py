@@ -21,7 +21,7 @@ import pytest
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from coordinator import drafting, worker_client
+from coordinator import drafting, handshake, worker_client
 from coordinator.drafting import Drafter, DraftSettings
 from coordinator.server import CoordinatorConfig, CoordinatorServer
 from coordinator.sessions import Seat, Session
