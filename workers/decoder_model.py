@@ -26,7 +26,7 @@ from workers.distributions import IntArray
 from workers.feeds import HeldPositions, checked_output_ids, split_logits, wanted_rows
 from workers.language_model import Drawn, Draws, Feed, Logits
 from workers.products import Form
-from workers.slot_cache import Places, SlotCache, in_call_order
+from workers.slot_cache import Places, SlotCache, in_call_order, sent
 from workers.static_passes import StaticPasses
 
 
@@ -173,12 +173,12 @@ class DecoderModel:
             return np.asarray(logits.float().cpu().numpy())
 
     def _logits(self, feeds: Sequence[Feed]) -> tuple[Tensor, Tensor]:
-        """The same, still on its way, `[rows, C]`, and whether all rows are finite, `[]`."""
+        """Logits of all wanted rows, still on their way, `[rows, C]`, and whether all are finite, `[]`."""
         decoder, wanted = self._decoder, wanted_rows(feeds)
         if self._static is not None and self._static.fits(feeds):
             return self._static.run(feeds, wanted)
         places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
-        rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
+        rows = sent(torch.tensor(wanted, dtype=torch.long), decoder.device)
         return decoder.logits(places, rows, self._cache)
 
     def _draw(
@@ -214,7 +214,7 @@ class DecoderModel:
         """As `_run`, with NaN for every wanted row at or behind a position that is not finite."""
         decoder, wanted = self._decoder, wanted_rows(feeds)
         places = Places.of(feeds, decoder.heads_per_kv_head, decoder.dtype, decoder.device)
-        rows = torch.tensor(wanted, dtype=torch.long, device=decoder.device)
+        rows = sent(torch.tensor(wanted, dtype=torch.long), decoder.device)
         logits, broken = decoder.guarded(places, rows, self._cache)
         result, flags = logits.float().cpu().numpy(), broken.cpu().numpy()
         first_row = first_wanted = 0

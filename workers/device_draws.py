@@ -17,7 +17,7 @@ from torch import Tensor
 from workers.counts import SPARSE_TOTAL, CountRow
 from workers.distributions import IntArray
 from workers.language_model import Drawn, Draws
-from workers.static_passes import sent
+from workers.slot_cache import sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,11 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on its way to a device, without waiting for what the device is at."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class Places:
     """Where the rows of one pass belong: the same for all layers, so worked out once."""
 
@@ -201,7 +206,7 @@ class Places:
     ) -> "Places":
         """The places of feeds in call order."""
         rows = [(feed.slot, feed.start + i, token) for feed in feeds for i, token in enumerate(feed.tokens)]
-        table = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
+        table = sent(torch.tensor(rows, dtype=torch.long).T.contiguous(), device)
         places = cls(table, runs_of(feeds), heads_per_kv_head, dtype)
         if len(feeds) == 1:
             places.only = (feeds[0].slot, slice(feeds[0].start, feeds[0].start + len(feeds[0].tokens)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workers.decoder import Decoder
 from workers.language_model import Feed
-from workers.slot_cache import Places, Run, SlotCache
+from workers.slot_cache import Places, Run, SlotCache, sent
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +100,6 @@ class StaticPasses:
             _power(max(len(feed.tokens) for feed in feeds), 1, MAX_ROWS),
             _power(max(feed.start + len(feed.tokens) for feed in feeds), MIN_SEEN, self._max_length),
         )
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on its way to a device, without waiting for what the device is at."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _power(size: int, least: int, most: int) -> int:
