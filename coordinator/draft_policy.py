@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from coordinator.acceptance import PositionRates
-from coordinator.draft_length import LONGEST, UNKNOWN, promised_rates
+from coordinator.draft_length import LONGEST, UNKNOWN, Exploration, promised_rates
 from coordinator.drafting import Drafter
 from coordinator.overlap import Load, best_groups, plain_seconds, turn_seconds
 from coordinator.sessions import Session
@@ -42,6 +42,7 @@ class DraftPolicy:
         self._num_groups = num_groups
         self._paces: dict[tuple[Drafter, Verifier], _Pace] = {}
         self._last_groups: dict[Drafter, int] = {}
+        self._explorations: dict[Drafter | None, Exploration] = {}
 
     def choose(self, session: Session, drafter: Drafter, verifier: Verifier, limit: int) -> int:
         """K of the round that begins, at most `limit`; the drafter's groups are formed for it."""
@@ -53,20 +54,25 @@ class DraftPolicy:
                 k = min(UNKNOWN, k)
             else:
                 chances = self._rates.chances(k, session.likeness.factor)
-                k = session.draft_length.choose(promised_rates(self._seconds(pace, drafter, k), chances))
+                rates = promised_rates(self._seconds(pace, drafter, k), chances)
+                exploration = self._explorations.setdefault(drafter, Exploration())
+                k = session.draft_length.choose(rates, exploration, pace.load.num_at_drafter)
         if k:
             self._form_groups(pace, drafter, k)
         return k
 
-    def learn(self, session: Session, num_drafts: int, num_accepted: int, overlap: float) -> None:
+    def learn(
+        self, session: Session, drafter: Drafter | None, num_drafts: int, num_accepted: int, overlap: float
+    ) -> None:
         """A verdict: how many of its drafts were accepted, and the sum of min(p, q) over those it judged."""
         if not num_drafts:
             return
         num_judged = min(num_accepted + 1, num_drafts)
         if session.draft_length is not None:
-            session.draft_length.drafted()
             session.likeness.learn(overlap, self._rates.chances(num_judged))
         self._rates.learn(num_drafts, num_accepted)
+        if drafter in self._explorations:
+            self._explorations[drafter].drafted()
 
     def _form_groups(self, pace: _Pace | None, drafter: Drafter, k: int) -> None:
         num_groups = 1

@@ -9,6 +9,7 @@ from coordinator.draft_length import (
     EXPLORING_SHARE,
     MIN_EXPLORING_ROUNDS,
     DraftLength,
+    Exploration,
     draft_limit,
     promised_rates,
 )
@@ -47,36 +48,55 @@ def test_rates_are_the_closed_form() -> None:
 
 
 def test_the_best_k_is_chosen_and_kept_until_another_is_clearly_better() -> None:
-    length = DraftLength()
-    assert length.choose([10.0, 12.0, 11.0]) == 1
-    assert length.choose([10.0, 12.0, 12.2]) == 1
-    assert length.choose([10.0, 12.0, 12.5]) == 2
-    assert length.choose([10.0, 12.0, 12.0]) == 2
-    assert length.choose([10.0, 12.0]) == 1  # 2 is more than may be drafted now
-    assert length.choose([10.0]) == 0
+    length, exploration = DraftLength(), Exploration()
+    assert length.choose([10.0, 12.0, 11.0], exploration) == 1
+    assert length.choose([10.0, 12.0, 12.2], exploration) == 1
+    assert length.choose([10.0, 12.0, 12.5], exploration) == 2
+    assert length.choose([10.0, 12.0, 12.0], exploration) == 2
+    assert length.choose([10.0, 12.0], exploration) == 1  # 2 is more than may be drafted now
+    assert length.choose([10.0], exploration) == 0
 
 
+@pytest.mark.parametrize("num_sessions", [1, 5])
 @pytest.mark.parametrize(("rate", "rounds"), [(9.9, MIN_EXPLORING_ROUNDS), (2.0, 4 / EXPLORING_SHARE)])
-def test_where_drafting_does_not_pay_it_is_tried_as_rarely_as_it_costs(rate: float, rounds: float) -> None:
-    length = DraftLength()
+def test_where_drafting_does_not_pay_it_is_tried_as_rarely_as_it_costs(
+    rate: float, rounds: float, num_sessions: int
+) -> None:
+    """By one session at a time, once for all of them."""
+    lengths, exploration = [DraftLength() for _ in range(num_sessions)], Exploration()
     chosen = []
-    for _ in range(2000):
-        chosen.append(length.choose([10.0, rate, rate / 2]))
+    for number in range(2000 * num_sessions):
+        chosen.append(
+            lengths[number % num_sessions].choose([10.0, rate, rate / 2], exploration, num_sessions)
+        )
         if chosen[-1]:
-            length.drafted()
+            exploration.drafted()
     tried = [i for i, k in enumerate(chosen) if k]
     assert {chosen[i] for i in tried} == {1}
-    assert {b - a for a, b in itertools.pairwise(tried)} == {rounds}
-    assert tried[0] == rounds - 1
+    assert {b - a for a, b in itertools.pairwise(tried)} == {rounds * num_sessions}
+    assert tried[0] == rounds * num_sessions - 1
 
 
-def test_a_try_that_the_drafter_is_not_ready_for_is_made_again_in_the_next_round() -> None:
-    length = DraftLength()
-    while not length.choose([10.0, 9.9]):
+def test_a_try_that_the_drafter_is_not_ready_for_is_made_again_by_the_same_session() -> None:
+    lengths, exploration = [DraftLength() for _ in range(3)], Exploration()
+
+    def turn() -> list[int]:
+        return [length.choose([10.0, 9.9], exploration, 3) for length in lengths]
+
+    while not any(first := turn()):
         pass
-    assert [length.choose([10.0, 9.9]) for _ in range(3)] == [1, 1, 1]
-    length.drafted()
-    assert length.choose([10.0, 9.9]) == 0
+    assert sum(first) == 1
+    assert [turn() for _ in range(3)] == [first] * 3
+    exploration.drafted()
+    assert turn() == [0, 0, 0]
+
+
+def test_a_try_that_comes_to_nothing_is_left_to_another_session() -> None:
+    gone, others, exploration = DraftLength(), [DraftLength() for _ in range(2)], Exploration()
+    while not gone.choose([10.0, 9.9], exploration, 3):
+        pass
+    tried = [length.choose([10.0, 9.9], exploration, 3) for _ in range(100) for length in others]
+    assert any(tried)
 
 
 def test_chances_follow_the_verdicts_by_position_and_guesses_go_on_from_them() -> None:
