@@ -38,10 +38,11 @@ async def decode(
                 continue
             drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
             emit(session.commit(drafts, len(proposal.rows), verdict))
-            policy.learn(session, drafter, len(drafts), verdict.num_accepted, verdict.sum_min_pq)
+            policy.learn(session, len(drafts), verdict.num_accepted, verdict.sum_min_pq)
             if drafter is not None and verdict.num_redraw_mismatches:
                 drafter.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
     finally:
+        policy.forget(session)
         verifier.forget(session)
         if drafter is not None:
             drafter.forget(session)

@@ -24,20 +24,26 @@ def draft_limit(num_remaining: int, length: int, draft_max_length: int) -> int:
     return max(0, min(num_remaining - 1, draft_max_length - length + 1))
 
 
-def promised_rates(seconds: Sequence[float], chances: Sequence[float]) -> list[float]:
-    """Tokens a second for K = 0 .. len(chances): (1 + c_0 + c_0 c_1 + ...) over the round's time."""
+def promised_rates(
+    seconds: Sequence[float], chances: Sequence[float], entry_seconds: float = 0.0
+) -> list[float]:
+    """Tokens a second for K = 0 .. len(chances): (1 + c_0 + c_0 c_1 + ...) over the round's time.
+
+    `entry_seconds` is what each token costs beside its round before there can be drafts at all.
+    """
     rates, num_tokens, reached = [1.0 / seconds[0]], 1.0, 1.0
     for k, chance in enumerate(chances, 1):
         reached *= chance
         num_tokens += reached
-        rates.append(num_tokens / seconds[k])
+        rates.append(num_tokens / (seconds[k] + num_tokens * entry_seconds))
     return rates
 
 
 class Exploration:
-    """The rounds that draft although it does not pay, of all sessions of a drafter.
+    """The rounds that draft although it does not pay: so rarely that they cost less than EXPLORING_SHARE.
 
-    What one finds out all know, so one session tries at a time: it leaves the pass that the others share.
+    What one session of a drafter finds out all know, so one tries at a time: it leaves the pass that the
+    others share.
     """
 
     def __init__(self) -> None:
@@ -66,22 +72,15 @@ class Exploration:
 
 @dataclass(slots=True, eq=False)
 class DraftLength:
-    """One session's K, from round to round."""
+    """A K that is kept from round to round, until another is clearly better."""
 
     last: int | None = None
 
-    def choose(self, rates: Sequence[float], exploration: Exploration, num_sessions: int = 1) -> int:
-        """K by the rates promised for each: the best, unless the last is as good as that.
-
-        Where drafting does not pay, now and then a round drafts all the same: so rarely that it costs less
-        than EXPLORING_SHARE. `num_sessions` share the drafter.
-        """
-        best = max(range(len(rates)), key=rates.__getitem__)
-        if self.last is not None and self.last < len(rates) and rates[best] < SWITCH_GAIN * rates[self.last]:
-            best = self.last
+    def choose(self, rates: Sequence[float], least: int = 0) -> int:
+        """K >= `least` by the rates promised for each: the best, unless the last is as good as that."""
+        best = max(range(least, len(rates)), key=rates.__getitem__)
+        last = self.last
+        if last is not None and least <= last < len(rates) and rates[best] < SWITCH_GAIN * rates[last]:
+            best = last
         self.last = best
-        if best > 0 or len(rates) == 1:
-            return best
-        drafting = max(range(1, len(rates)), key=rates.__getitem__)
-        lost_rounds = rates[0] / rates[drafting] - 1  # about: of plain decoding, in one round with drafts
-        return drafting if exploration.is_due(self, lost_rounds, num_sessions) else 0
+        return best

@@ -70,6 +70,15 @@ class Drafter:
         seconds = self._not_before - time.monotonic()
         return f"left alone for {seconds:.0f} s more: {self._last_fault}" if seconds > 0 else ""
 
+    def num_unread(self, session: Session) -> int:
+        """Tokens that the drafter must read by a task of its own before it can draft; 0 where they are few."""
+        seat, length = session.draft_seat, len(session.tokens)
+        with contextlib.suppress(TaskError):
+            if seat.epoch == self.client.info.epoch and 0 < seat.length <= length:
+                num_missing = length - seat.length
+                return num_missing if num_missing > MAX_CATCH_UP_TOKENS else 0
+        return length
+
     async def propose(self, session: Session, num_draft_tokens: int) -> Proposal:
         """K drafts behind the committed tokens, or fewer, or none: the drafter never holds a session up."""
         if len(session.tokens) > self.max_length:
@@ -143,14 +152,12 @@ class Drafter:
             return False
         if session.id in self._prefills:
             return False
-        with contextlib.suppress(TaskError):
-            seat = session.draft_seat
-            num_missing = len(session.tokens) - seat.length
-            if seat.epoch == self.client.info.epoch and seat.length and num_missing <= MAX_CATCH_UP_TOKENS:
-                return True
-            self._prefills[session.id] = asyncio.create_task(self._prefill(session))
+        if not self.num_unread(session):
+            return True
+        if not self.client.is_connected:
+            session.tally.num_fallbacks += 1
             return False
-        session.tally.num_fallbacks += 1
+        self._prefills[session.id] = asyncio.create_task(self._prefill(session))
         return False
 
     async def _prefill(self, session: Session) -> None:

@@ -47,32 +47,36 @@ def test_rates_are_the_closed_form() -> None:
     assert rates[3] == pytest.approx((1 + 0.9 + 0.45 + 0.045) / seconds[3])
 
 
+def test_what_drafts_cost_beforehand_counts_by_token() -> None:
+    """Here 100 tokens with a K of 1: 50 rounds of 0.02 s, and half a second before them."""
+    rates = promised_rates([0.01, 0.02], [1.0], entry_seconds=0.5 / 100)
+    assert rates == pytest.approx([100.0, 100 / 1.5])
+
+
 def test_the_best_k_is_chosen_and_kept_until_another_is_clearly_better() -> None:
-    length, exploration = DraftLength(), Exploration()
-    assert length.choose([10.0, 12.0, 11.0], exploration) == 1
-    assert length.choose([10.0, 12.0, 12.2], exploration) == 1
-    assert length.choose([10.0, 12.0, 12.5], exploration) == 2
-    assert length.choose([10.0, 12.0, 12.0], exploration) == 2
-    assert length.choose([10.0, 12.0], exploration) == 1  # 2 is more than may be drafted now
-    assert length.choose([10.0], exploration) == 0
+    length = DraftLength()
+    assert length.choose([10.0, 12.0, 11.0]) == 1
+    assert length.choose([10.0, 12.0, 12.2]) == 1
+    assert length.choose([10.0, 12.0, 12.5]) == 2
+    assert length.choose([10.0, 12.0, 12.0]) == 2
+    assert length.choose([10.0, 12.0]) == 1  # 2 is more than may be drafted now
+    assert length.choose([20.0, 12.0], least=1) == 1
+    assert length.choose([10.0]) == 0
+    assert length.choose([10.0, 10.1], least=1) == 1  # although 0 was the last
 
 
 @pytest.mark.parametrize("num_sessions", [1, 5])
-@pytest.mark.parametrize(("rate", "rounds"), [(9.9, MIN_EXPLORING_ROUNDS), (2.0, 4 / EXPLORING_SHARE)])
+@pytest.mark.parametrize(("lost", "rounds"), [(0.01, MIN_EXPLORING_ROUNDS), (4.0, 4 / EXPLORING_SHARE)])
 def test_where_drafting_does_not_pay_it_is_tried_as_rarely_as_it_costs(
-    rate: float, rounds: float, num_sessions: int
+    lost: float, rounds: float, num_sessions: int
 ) -> None:
     """By one session at a time, once for all of them."""
     lengths, exploration = [DraftLength() for _ in range(num_sessions)], Exploration()
-    chosen = []
+    tried = []
     for number in range(2000 * num_sessions):
-        chosen.append(
-            lengths[number % num_sessions].choose([10.0, rate, rate / 2], exploration, num_sessions)
-        )
-        if chosen[-1]:
+        if exploration.is_due(lengths[number % num_sessions], lost, num_sessions):
+            tried.append(number)
             exploration.drafted()
-    tried = [i for i, k in enumerate(chosen) if k]
-    assert {chosen[i] for i in tried} == {1}
     assert {b - a for a, b in itertools.pairwise(tried)} == {rounds * num_sessions}
     assert tried[0] == rounds * num_sessions - 1
 
@@ -80,23 +84,22 @@ def test_where_drafting_does_not_pay_it_is_tried_as_rarely_as_it_costs(
 def test_a_try_that_the_drafter_is_not_ready_for_is_made_again_by_the_same_session() -> None:
     lengths, exploration = [DraftLength() for _ in range(3)], Exploration()
 
-    def turn() -> list[int]:
-        return [length.choose([10.0, 9.9], exploration, 3) for length in lengths]
+    def turn() -> list[bool]:
+        return [exploration.is_due(length, 0.01, 3) for length in lengths]
 
     while not any(first := turn()):
         pass
     assert sum(first) == 1
     assert [turn() for _ in range(3)] == [first] * 3
     exploration.drafted()
-    assert turn() == [0, 0, 0]
+    assert turn() == [False] * 3
 
 
 def test_a_try_that_comes_to_nothing_is_left_to_another_session() -> None:
     gone, others, exploration = DraftLength(), [DraftLength() for _ in range(2)], Exploration()
-    while not gone.choose([10.0, 9.9], exploration, 3):
+    while not exploration.is_due(gone, 0.01, 3):
         pass
-    tried = [length.choose([10.0, 9.9], exploration, 3) for _ in range(100) for length in others]
-    assert any(tried)
+    assert any(exploration.is_due(length, 0.01, 3) for _ in range(100) for length in others)
 
 
 def test_chances_follow_the_verdicts_by_position_and_guesses_go_on_from_them() -> None:
