@@ -71,7 +71,7 @@ class Drafter:
         return f"left alone for {seconds:.0f} s more: {self._last_fault}" if seconds > 0 else ""
 
     def num_unread(self, session: Session) -> int:
-        """Tokens that the drafter must read by a task of its own before it can draft; 0 where they are few."""
+        """Tokens that the drafter must read, by a task of its own, before it drafts; 0 where they are few."""
         seat, length = session.draft_seat, len(session.tokens)
         with contextlib.suppress(TaskError):
             if seat.epoch == self.client.info.epoch and 0 < seat.length <= length:

@@ -1,5 +1,6 @@
 """K follows what is measured, through the whole pipeline: long drafts where they are kept, none where not."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -44,15 +45,37 @@ async def test_a_drafter_that_is_always_kept_drafts_far() -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "draft_seconds", "least"),
-    [(hostile, 0.005, 1), (TARGET, 0.1, 0)],  # the slow one costs many plain rounds each time
+    [(hostile, 0.02, 1), (TARGET, 0.1, 0)],  # the slow one costs many plain rounds each time
 )
 async def test_a_drafter_that_is_never_kept_or_slow_is_tried_now_and_then(
     drafter: NextLogits, draft_seconds: float, least: int
 ) -> None:
     async with pipeline(*models(drafter, draft_seconds), num_draft_tokens="auto") as running:
-        await generate(running.stub, [1], max_tokens=NUM_TOKENS, seed=1)
+        prompt = [1] * 300  # the drafter learns that reading much takes as long as reading little
+        await generate(running.stub, prompt, max_tokens=NUM_TOKENS, seed=1)
         usage = (await generate(running.stub, [1], max_tokens=NUM_TOKENS, seed=2)).usage
     assert least <= usage.num_drafts <= 2 * NUM_TOKENS / MIN_EXPLORING_ROUNDS
+
+
+class LatencyBySessions:
+    """A pass takes as long as the sessions in it are many."""
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        return 0.005 * len(lengths)
+
+
+async def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() -> None:
+    """Drafts pay for one session and cost too much for many, which the drafter need not read therefore."""
+    target = TableModel(TARGET, V, latency_seconds=Latency(0.02), num_slots=16)
+    drafter = TableModel(TARGET, V, latency_seconds=LatencyBySessions(), num_slots=16)
+    async with pipeline(target, drafter, num_draft_tokens="auto") as running:
+        alone = (await generate(running.stub, [1] * 300, max_tokens=100, seed=1)).usage
+        answers = await asyncio.gather(
+            *(generate(running.stub, [1] * 50, max_tokens=20, seed=seed) for seed in range(16))
+        )
+    assert alone.num_drafts > 3
+    drafted = [answer.usage.num_drafts > 0 for answer in answers]
+    assert sum(drafted) <= 3  # the first, and those that try, or come last
 
 
 async def test_a_request_names_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
