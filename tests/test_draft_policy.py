@@ -70,9 +70,10 @@ async def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() 
     drafter = TableModel(TARGET, V, latency_seconds=LatencyBySessions(), num_slots=16)
     async with pipeline(target, drafter, num_draft_tokens="auto") as running:
         alone = (await generate(running.stub, [1] * 300, max_tokens=100, seed=1)).usage
-        answers = await asyncio.gather(
-            *(generate(running.stub, [1] * 50, max_tokens=20, seed=seed) for seed in range(16))
-        )
+        for seeds in range(16), range(16, 32):  # the drafter learns what company costs from the first ones
+            answers = await asyncio.gather(
+                *(generate(running.stub, [1 + seed % 2] * 50, max_tokens=20, seed=seed) for seed in seeds)
+            )
     assert alone.num_drafts > 3
     drafted = [answer.usage.num_drafts > 0 for answer in answers]
     assert sum(drafted) <= 3  # the first, and those that try, or come last
