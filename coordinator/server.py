@@ -104,6 +104,7 @@ class CoordinatorServer:
         """Take no further requests, let the running ones finish within the grace, and close."""
         for name in self._service_names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._timeline.end()  # a watcher never ends by itself
         await self._server.stop(grace_seconds)
         await self._service.end()
         for client in self._clients:
@@ -123,7 +124,7 @@ class CoordinatorServer:
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
         )
-        timeline = Timeline()
+        timeline = self._timeline = Timeline()
         verifiers = Spread([Verifier(client, verify_settings, timeline) for client in targets])
         drafters = None
         if drafts:

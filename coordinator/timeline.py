@@ -24,6 +24,7 @@ class Timeline:
     def __init__(self) -> None:
         """Nobody watches."""
         self._watchers: list[_Watcher] = []
+        self._has_ended = False
 
     @property
     def is_watched(self) -> bool:
@@ -61,17 +62,23 @@ class Timeline:
             watcher.add(span)
 
     async def watch(self) -> AsyncGenerator[Spans, None]:
-        """What is recorded from now on, for ever; the first message is empty and comes at once."""
+        """What is recorded from now on, until `end`; the first message is empty and comes at once."""
         watcher = _Watcher()
         self._watchers.append(watcher)
         try:
             yield Spans()
-            while True:
+            while not self._has_ended:
                 await watcher.some.wait()
                 yield watcher.take()
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
             self._watchers.remove(watcher)
+
+    def end(self) -> None:
+        """Nobody is to watch any longer: those who do get what there is."""
+        self._has_ended = True
+        for watcher in self._watchers:
+            watcher.some.set()
 
 
 class _Watcher:

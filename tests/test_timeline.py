@@ -145,6 +145,16 @@ async def test_a_recording_that_the_coordinator_ends_says_so(served: Pipeline) -
     await asyncio.to_thread(watch.__exit__, None, None, None)
 
 
+async def test_whoever_watches_does_not_hold_up_the_end(served: Pipeline) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        call = control_pb2_grpc.ControlStub(channel).Watch(WatchRequest(), metadata=metadata(TOKEN))
+        assert await call.read() == Spans()
+        async with asyncio.timeout(60):
+            await served.coordinator.stop(600.0)
+        assert [spans async for spans in call if spans.spans] == []
+        assert await call.code() is grpc.StatusCode.OK
+
+
 async def test_a_recording_that_is_not_allowed_says_so(served: Pipeline) -> None:
     with pytest.raises(RecordingFailed, match="UNAUTHENTICATED"):
         await asyncio.to_thread(recording(served.address, "other").__enter__)
