@@ -116,9 +116,10 @@ class _Worker(_Actor):
 
     _role: Literal["draft", "target"]
 
-    def start(self, settings: WorkerSettings, control_token: str | None = None) -> str:
-        """Load the model and serve it; returns the address. Raises ModelRefused when the model does not
-        fit.
+    def start(self, settings: WorkerSettings, control_token: str | None = None, port: int = 0) -> str:
+        """Load the model and serve it at `port`, or any free one; returns the address.
+
+        Raises ModelRefused when the model does not fit.
         """
         with _uncollected():
             from workers.checkpoints import check
@@ -145,6 +146,7 @@ class _Worker(_Actor):
             dtype = precision_of(source, self._role, settings.precision, settings.device)
         identity = ModelIdentity(settings.name, info.tokenizer_fingerprint, info.end_token_ids, dtype)
         config = WorkerConfig(
+            port=port,
             min_shared_tokens=MIN_SHARED_TOKENS if settings.shares_prefixes else None,
             control_token=None if control_token is None else SecretStr(control_token),
             computes_on=processor_name(settings.device),

@@ -109,18 +109,20 @@ def _ask(state: DeploymentState) -> DeploymentStatus | str:
 
 
 def _coordinator(state: DeploymentState, memory: Memory, answer: DeploymentStatus | str) -> ActorStatus:
-    silence, num_sessions = (answer, None) if isinstance(answer, str) else ("", answer.num_running_sessions)
+    pid, silence, num_sessions = state.coordinator_pid, answer, None
+    if isinstance(answer, DeploymentStatus):
+        pid, silence, num_sessions = answer.process_id or pid, "", answer.num_running_sessions
     return ActorStatus(
         name="coordinator",
         role="coordinator",
         model=None,
         address=state.address,
-        pid=state.coordinator_pid,
-        memory_bytes=memory.get(state.coordinator_pid),
+        pid=pid,
+        memory_bytes=memory.get(pid),
         num_slots=None,
         num_slots_used=None,
         num_sessions=num_sessions,
-        problem=_process_problem(state.coordinator_pid, memory) or silence,
+        problem=_process_problem(pid, memory) or silence,
     )
 
 
@@ -130,17 +132,18 @@ def _workers(
     told = {worker.address: worker for worker in status.workers} if status else {}
     for worker in state.workers:
         health = told.get(worker.address, WorkerHealth(problem="not known: the coordinator does not answer"))
+        pid = health.process_id or worker.pid  # another one since it was started again
         yield ActorStatus(
             name=worker.name,
             role=worker.role,
             model=worker.model,
             address=worker.address,
-            pid=worker.pid,
-            memory_bytes=memory.get(worker.pid),
+            pid=pid,
+            memory_bytes=memory.get(pid),
             num_slots=health.num_slots or None,
             num_slots_used=health.num_slots_used if health.num_slots else None,
             num_sessions=health.num_sessions if status else None,
-            problem=_process_problem(worker.pid, memory) or ("" if health.is_healthy else health.problem),
+            problem=_process_problem(pid, memory) or ("" if health.is_healthy else health.problem),
             cost=_cost(health),
             busy=health.busy if health.HasField("busy") else None,
             prefixes=health.prefixes if health.HasField("prefixes") else None,

@@ -31,7 +31,7 @@ DRAINING_FILE = "draining"  # in the deployment's folder, from the first SIGTERM
 DRAIN_SECONDS = 5.0  # of a private deployment, whose one request is over
 KEPT_DRAIN_SECONDS = 600.0  # whoever sends SIGTERM decides how long to wait, and sends another one
 RAY_ATTEMPTS = 4
-_COLLECTING_SECONDS = 1.0
+_LOOKING_SECONDS = 1.0  # between two looks at the dead
 
 
 class _Owner:
@@ -114,7 +114,8 @@ def main() -> None:
         owner.say(failed=in_words(error))  # and `obey` ends the process when the owner has read this
     while True:
         _collect_the_dead()
-        time.sleep(_COLLECTING_SECONDS)
+        time.sleep(_LOOKING_SECONDS)
+        _revive(placement)
 
 
 def start_ray(placement: Placement, folder: Path) -> None:
@@ -130,6 +131,14 @@ def start_ray(placement: Placement, folder: Path) -> None:
         f"Ray did not start within its half minute, {RAY_ATTEMPTS} times: the machine is too busy. Try again"
         " when it has less to do; what was fetched stays in the cache."
     )
+
+
+def _revive(placement: Placement) -> None:
+    """Whatever Ray makes of it, the keeper lives: it is what ends the deployment."""
+    try:
+        placement.revive()
+    except Exception as error:
+        print(f"nobody can be brought back at the moment: {in_words(error)}", file=sys.stderr, flush=True)
 
 
 def _adopt_orphans() -> None:

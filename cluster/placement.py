@@ -5,12 +5,14 @@ Knows Ray and a plan. Does not know who wants the deployment, nor how its proces
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cluster.actors import CoordinatorActor, DrafterActor, TargetActor
 from cluster.deployment_state import WorkerAddress
 from cluster.plan import Deployed, Plan
+from cluster.revival import Placed, Revival
 
 NAMESPACE = "outrider"  # where the actors' names are known
 COORDINATOR = "coordinator"
@@ -33,6 +35,7 @@ class Placement:
         """Nothing runs yet."""
         self._actors: dict[str, Any] = {}
         self._ray_address = ""
+        self._revival: Revival | None = None
 
     def start_ray(self, folder: Path) -> None:
         """Start a Ray that keeps its files in the new `folder`, and connect to it. Raises RayTooSlow, and
@@ -60,22 +63,16 @@ class Placement:
         """Start the actors, and return once all of them serve. Raises ActorFailed.
 
         No actor reserves a core: workers take turns in part, which reservations cannot say. An actor that
-        dies stays dead: whoever placed it sees that and says so.
+        dies is started again by `revive`, not by Ray, which would not tell it what to serve.
         """
         import ray
 
-        def create(name: str, kind: Any) -> Any:
-            actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
-            self._actors[name] = actor.options(name=name, lifetime="detached").remote()
-            return self._actors[name]
-
-        kinds = {"target": TargetActor, "draft": DrafterActor}
-        tokens = {"target": plan.control_token, "draft": None}  # a drafter has nothing to show
-        workers = {name: (role, settings) for name, role, settings in plan.workers()}
+        starts = {name: partial(_start_worker, name, plan) for name, _, _ in plan.workers()}
         pending = {}
-        for name, (role, settings) in workers.items():
-            pending[create(name, kinds[role]).start.remote(settings, tokens[role])] = name
-        coordinator = create(COORDINATOR, CoordinatorActor)
+        for name, start in starts.items():
+            self._actors[name], served = start()
+            pending[served] = name
+        coordinator = self._actors[COORDINATOR] = _create(COORDINATOR, CoordinatorActor)
         prepared = coordinator.prepare.remote(plan.target.folder)
         addresses: dict[str, str] = {}
         while pending:
@@ -85,7 +82,16 @@ class Placement:
             addresses[name] = _result(name, done)
         say("Starting the coordinator")
         _result(COORDINATOR, prepared)
-        address = _result(COORDINATOR, coordinator.start.remote(_coordinator_config(plan, addresses)))
+        config = _coordinator_config(plan, addresses)
+        address = _result(COORDINATOR, coordinator.start.remote(config))
+        starts = {name: partial(start, _port(addresses[name])) for name, start in starts.items()}
+        starts[COORDINATOR] = partial(
+            _start_coordinator, plan.target.folder, config | {"port": _port(address)}
+        )
+        self._revival = Revival(
+            [Placed(name, self._actors[name], start) for name, start in starts.items()],
+            self._actors.__setitem__,
+        )
         pids = {name: int(_result(name, actor.pid.remote())) for name, actor in self._actors.items()}
         return Deployed(
             address=address,
@@ -94,11 +100,16 @@ class Placement:
                 WorkerAddress(
                     role=role, name=name, model=settings.name, address=addresses[name], pid=pids[name]
                 )
-                for name, (role, settings) in workers.items()
+                for name, role, settings in plan.workers()
             ),
             coordinator_pid=pids[COORDINATOR],
             ray_address=self._ray_address,
         )
+
+    def revive(self) -> None:
+        """See who has died since the last look, and start it again; waits for nobody."""
+        if self._revival is not None:
+            self._revival.look()
 
     def drain(self, grace_seconds: float) -> None:
         """Let every actor finish what is at hand, within the grace: the coordinator first, as it gives out
@@ -106,11 +117,38 @@ class Placement:
         """
         import ray
 
+        self._revival = None
         names = self._actors.keys()
         for these in (names & {COORDINATOR}, names - {COORDINATOR}):
             stopping = [self._actors[name].stop.remote(grace_seconds) for name in these]
             if stopping:
                 ray.wait(stopping, num_returns=len(stopping), timeout=grace_seconds + PATIENCE_SECONDS)
+
+
+def _create(name: str, kind: type) -> Any:
+    import ray
+
+    actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
+    return actor.options(name=name, lifetime="detached").remote()
+
+
+def _start_worker(name: str, plan: Plan, port: int = 0) -> tuple[Any, Any]:
+    """The actor, and a reference to its address."""
+    role, settings = next((role, settings) for other, role, settings in plan.workers() if other == name)
+    actor = _create(name, {"target": TargetActor, "draft": DrafterActor}[role])
+    token = plan.control_token if role == "target" else None  # a drafter has nothing to show
+    return actor, actor.start.remote(settings, token, port)
+
+
+def _start_coordinator(tokenizer_folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The same for the coordinator, once there are workers."""
+    actor = _create(COORDINATOR, CoordinatorActor)
+    actor.prepare.remote(tokenizer_folder)
+    return actor, actor.start.remote(config)
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _result(name: str, reference: Any) -> str:

@@ -5,6 +5,7 @@ Knows workers and counts; changes nothing.
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class ControlService(ControlServicer):
             num_waiting_sessions=self._service.num_waiting_sessions,
             totals=self._service.totals(),
             uptime_seconds=time.monotonic() - self._begun,
+            process_id=os.getpid(),
         )
 
     async def Watch(

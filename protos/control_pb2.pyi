@@ -12,18 +12,20 @@ class GetDeploymentStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DeploymentStatus(_message.Message):
-    __slots__ = ("workers", "num_running_sessions", "num_waiting_sessions", "totals", "uptime_seconds")
+    __slots__ = ("workers", "num_running_sessions", "num_waiting_sessions", "totals", "uptime_seconds", "process_id")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerHealth]
     num_running_sessions: int
     num_waiting_sessions: int
     totals: Totals
     uptime_seconds: float
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    process_id: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., uptime_seconds: _Optional[float] = ..., process_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
     __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions", "cost", "busy", "prefixes")

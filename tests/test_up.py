@@ -161,6 +161,10 @@ def test_it_serves_spreads_sessions_shows_its_dead_and_leaves_nothing(
         assert "drafter-1: its process is gone" in status["problems"][0]
         assert status["totals"]["num_requests"] == 3
         assert 0 <= status["acceptance_rate"] <= 1
+        _wait_until(lambda: _status()[0] == 0)  # the keeper has started it again
+        reborn = next(actor for actor in _status()[1]["actors"] if actor["name"] == "drafter-1")
+        assert reborn["address"] == state.workers[3].address
+        assert reborn["pid"] not in (state.workers[3].pid, 0)
 
         running = [_replies(state.address)]
         next(running[0])  # a request is under way
@@ -171,6 +175,28 @@ def test_it_serves_spreads_sessions_shows_its_dead_and_leaves_nothing(
         _assert_nothing_is_left(state, state_folder)
     assert "No deployment is up" in _outrider("ps").stdout
     assert _outrider("down").returncode == 0
+
+
+def test_a_stream_goes_on_when_its_target_was_started_again_and_a_coordinator_comes_back(
+    models: Models, state_folder: Path
+) -> None:
+    with _up("--target", models.target, "--draft", "none") as state:
+        replies = _replies(state.address)
+        next(replies)
+        os.kill(state.workers[0].pid, signal.SIGKILL)
+        told = list(replies)
+        assert told[-1].WhichOneof("event") == "usage"
+        tokens = [token for reply in told if reply.HasField("tokens") for token in reply.tokens.tokens]
+        assert len(tokens) == told[-1].usage.num_completion_tokens == 100
+
+        os.kill(state.coordinator_pid, signal.SIGKILL)
+        _wait_until(lambda: _is_gone(state.coordinator_pid))
+        _wait_until(lambda: _status()[0] == 0)
+        coordinator = _status()[1]["actors"][0]
+        assert coordinator["pid"] not in (state.coordinator_pid, 0)
+        assert _end_of(_replies(state.address)) == "usage"
+        assert _outrider("down").returncode == 0
+        _assert_nothing_is_left(state, state_folder)
 
 
 def test_without_a_keeper_and_with_a_stopped_coordinator_it_still_ends(
