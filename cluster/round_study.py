@@ -25,12 +25,14 @@ from rich.table import Table
 
 from cluster.module_process import serving_module
 from coordinator.decoding import decode
+from coordinator.draft_length import LONGEST, DraftLength
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter, DraftSettings
 from coordinator.sessions import Session
 from coordinator.usage import Tally
 from coordinator.verifying import Verifier, VerifySettings
 from coordinator.worker_client import WorkerClient
+from protos.limits import AUTO
 from protos.prefix import TokenPrefix
 from protos.worker_pb2 import ENCODING_SPARSE, RULE_TOKEN, Sampling
 from workers.server import ModelIdentity, WorkerConfig, WorkerServer
@@ -108,6 +110,7 @@ async def _echo_seconds(draft: WorkerClient, target: WorkerClient) -> float:
 
 async def _measure(clients: tuple[WorkerClient, WorkerClient], num_sessions: int, wish: Any) -> Measured:
     drafter, verifier, policy = Drafter(clients[0], SETTINGS), Verifier(clients[1], PATIENCE), DraftPolicy()
+    drafter.num_sessions = verifier.num_sessions = num_sessions
     rounds: list[tuple[float, float]] = []
     tally = Tally()
 
@@ -123,7 +126,8 @@ async def _measure(clients: tuple[WorkerClient, WorkerClient], num_sessions: int
             end_token_ids=frozenset(),
             sampling=Sampling(temperature=1.0, top_p=1.0),
             rule=RULE_TOKEN,
-            num_draft_tokens=wish.draft_tokens,
+            num_draft_tokens=LONGEST if wish.draft_tokens == AUTO else int(wish.draft_tokens),
+            draft_length=DraftLength() if wish.draft_tokens == AUTO else None,
             tally=tally,
         )
         last = time.monotonic()
@@ -186,9 +190,9 @@ async def _study(wish: Any, addresses: tuple[str, str]) -> None:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sessions", default="1,16,64,256")
+    parser.add_argument("--sessions", default="1,16,64,256,512")
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--draft-tokens", default="4", help="K, or auto")
     parser.add_argument("--serve", choices=["draft", "target"], help=argparse.SUPPRESS)
     wish = parser.parse_args()
     if wish.serve:

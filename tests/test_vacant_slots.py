@@ -86,6 +86,18 @@ def test_without_an_empty_slot_the_prefix_used_least_recently_gives_way() -> Non
     assert bench.kept() == {}
 
 
+def test_the_prefix_that_a_session_is_about_to_take_over_does_not_give_way_to_another() -> None:
+    """Three chats in turn on three slots: whoever comes back is the one used least recently."""
+    bench = Bench(num_slots=3)
+    for slot in [bench.begin([digit] * 3) for digit in (1, 2, 3)]:
+        bench.end(slot)
+    bench.vacant.use(0, 1, now=10.0)
+    bench.begin(
+        [2, 2, 2, 2]
+    )  # in slot 0; what was there takes the place of slot 2's, used later than slot 1's
+    assert bench.kept() == {1: [2, 2, 2], 2: [1, 1, 1]}
+
+
 def test_a_prefix_that_a_session_has_whole_needs_no_slot_of_its_own() -> None:
     bench = Bench(num_slots=2)
     bench.end(bench.begin([1, 2, 3]))
