@@ -176,10 +176,10 @@ def tell(wish: argparse.Namespace, shares: Sequence[BusyShare], seen: Window, co
     console.print(_conditions(wish))
     groups = ", ".join(str(len(group)) for group in seen.groups)
     tokens_a_round = counted.num_tokens / max(counted.num_rounds, 1)
-    most = bound(wish, tokens_a_round)
+    speed, most = counted.tokens_per_second, bound(wish, tokens_a_round)
     console.print(
-        f"{counted.tokens_per_second:.0f} tokens/s of {tokens_a_round:.2f} tokens a round: "
-        f"{counted.tokens_per_second / most:.2f} of the bound, {most:.0f}; sessions worked on together: {groups}"
+        f"{speed:.0f} tokens/s with {tokens_a_round:.2f} tokens a round: {speed / most:.2f} of the bound, "
+        f"{most:.0f}; sessions worked on together: {groups}"
     )
     console.print(table)
 
