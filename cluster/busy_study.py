@@ -196,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--draft-tokens", type=int, default=4, help="K, 1 or more")
-    parser.add_argument("--verify-ms", type=float, default=100.0, help="t_v of all sessions at once")
+    parser.add_argument("--verify-ms", type=float, default=170.0, help="t_v of all sessions at once")
     parser.add_argument("--growth", type=float, default=0.8, help="the part of it that grows with the rows")
     parser.add_argument("--groups", default=AUTO, help="M that take turns, or auto")
     parser.add_argument("--settle-seconds", type=float, default=3.0, help="before what is measured")
