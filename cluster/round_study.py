@@ -4,7 +4,7 @@
 
 Drafter and target are real workers in processes of their own, with table models whose passes take next to no
 time. This process is the coordinator without its public service; what the streams to clients cost is measured
-apart, by a second run of the same sessions through the service, with clients in a process of their own. Drafts
+apart, by a second run of these sessions through the service, with clients in a process of their own. Drafts
 come from the target's own law, so nearly all are kept. CPU time is this process's, of all threads.
 """
 
