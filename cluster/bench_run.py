@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from cluster.bench_ratios import load_figures, rule_figures
 from cluster.bench_report import Report, as_json, as_text
 from cluster.bench_size import BenchSize
 from cluster.bench_statistics import figures
-from cluster.bench_timeline import Runs, save_timeline, watched
+from cluster.bench_timeline import E, Runs, save_timeline, watched
 from cluster.deployment import DeploymentFailed, private_deployment
 from cluster.first_token import FirstTokenFailed
 from cluster.generation import GenerationFailed
@@ -139,12 +140,8 @@ class _Run:
                     time.sleep(_SETTLE_SECONDS)
                     pace = Pace(size.seconds)
                     if size.num_single_blocks:
-                        self._contestants = engines(baseline, deployed.address, plan.drafting)
-                        with contextlib.ExitStack() as recording:
-                            if self._runs is not None:
-                                self._contestants = recording.enter_context(
-                                    watched(self._contestants, deployed, self._runs)
-                                )
+                        alone = engines(baseline, deployed.address, plan.drafting)
+                        with self._seen(alone, deployed) as self._contestants:
                             self._run_blocks(deployed, pace)
                     for load in plan.loads:
                         self._run_load(load, baseline, deployed, pace)
@@ -197,17 +194,27 @@ class _Run:
         steps, plan, wish, size = self._steps, self._plan, self._wish, self._size
         steps.say(f"{load.num_requests} requests at once: warming up every engine")
         batched = baseline if load.num_requests in wish.batched else None
-        contestants = load_engines(batched, deployed.address, plan.drafting)
-        blocks = measure_load(
-            contestants, plan.prompts, load, num_tokens=wish.num_tokens, temperatures=wish.temperatures
-        )
-        for done, block in enumerate(blocks, start=1):
-            self._load_samples += block
-            pace.done(size.block_seconds(load))
-            steps.say(
-                f"{load.num_requests} requests at once: {done} of {size.num_blocks(load)} blocks done "
-                f"(temperature {block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
+        ways = load_engines(batched, deployed.address, plan.drafting)
+        with self._seen(ways, deployed, f"{load.num_requests} requests, ") as contestants:
+            blocks = measure_load(
+                contestants, plan.prompts, load, num_tokens=wish.num_tokens, temperatures=wish.temperatures
             )
+            for done, block in enumerate(blocks, start=1):
+                self._load_samples += block
+                pace.done(size.block_seconds(load))
+                steps.say(
+                    f"{load.num_requests} requests at once: {done} of {size.num_blocks(load)} blocks done "
+                    f"(temperature {block[0].temperature:g}), about {pace.minutes_left:.0f} min left"
+                )
+
+    @contextlib.contextmanager
+    def _seen(self, contestants: list[E], deployed: Deployed, load: str = "") -> Iterator[list[E]]:
+        """The engines, recorded where a timeline is wanted."""
+        if self._runs is None:
+            yield contestants
+            return
+        with watched(contestants, deployed, self._runs, load) as recorded:
+            yield recorded
 
 
 def _check_outlets(outlets: Outlets, wish: BenchWish) -> None:

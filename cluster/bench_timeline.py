@@ -7,25 +7,28 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
-from cluster.bench import Engine, Work, Written
+from cluster.bench import Engine
+from cluster.bench_load import LoadEngine
 from cluster.plan import Deployed
 from cluster.recording import Recorder, recording
 from cluster.timeline_boxes import window
 from cluster.timeline_page import DRAWN_SECONDS, Phase, save
 from protos.control_pb2 import Span
 
-Runs = dict[str, Sequence[Span]]  # of each engine, what its busiest run asked
+Runs = dict[str, Sequence[Span]]  # by engine and number of requests, what the busiest run asked
+E = TypeVar("E", Engine, LoadEngine)
 
 
 @contextlib.contextmanager
-def watched(contestants: Iterable[Engine], deployed: Deployed, runs: Runs) -> Iterator[list[Engine]]:
+def watched(contestants: Iterable[E], deployed: Deployed, runs: Runs, load: str = "") -> Iterator[list[E]]:
     """The engines, whose runs on `deployed` are recorded into `runs` until the block ends.
 
-    Raises RecordingFailed, and so do the runs.
+    `load` stands before an engine's name. Raises RecordingFailed, and so do the runs.
     """
     with recording(deployed.address, deployed.control_token) as recorder:
-        yield [_watched(engine, recorder, runs) for engine in contestants]
+        yield [_watched(engine, recorder, runs, f"{load}{engine.name}") for engine in contestants]
 
 
 def save_timeline(file: Path, runs: Runs, facts: Sequence[str]) -> None:
@@ -34,12 +37,12 @@ def save_timeline(file: Path, runs: Runs, facts: Sequence[str]) -> None:
     save(file, "Outrider: who was busy when in the benchmark", phases, facts)
 
 
-def _watched(engine: Engine, recorder: Recorder, runs: Runs) -> Engine:
-    def write(work: Work) -> Written:
-        written = engine.write(work)
+def _watched(engine: E, recorder: Recorder, runs: Runs, name: str) -> E:
+    def write(*works: Any) -> Any:
+        written = engine.write(*works)
         spans = recorder.take()
-        if len(spans) > len(runs.get(engine.name, ())):  # an engine that is not the deployment's has none
-            runs[engine.name] = spans
+        if len(spans) > len(runs.get(name, ())):  # an engine that is not the deployment's has none
+            runs[name] = spans
         return written
 
     return replace(engine, write=write)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,12 +86,12 @@ class ControlService(ControlServicer):
 
     async def Watch(
         self, request: WatchRequest, context: grpc.aio.ServicerContext[WatchRequest, Spans]
-    ) -> AsyncIterator[Spans]:
-        """See control.proto."""
+    ) -> None:
+        """See control.proto. A coroutine that writes, for the reason that `Generate` is one."""
         await self._require_token(context)
         async with contextlib.aclosing(self._timeline.watch()) as batches:
             async for spans in batches:
-                yield spans
+                await context.write(spans)
 
     async def _require_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:

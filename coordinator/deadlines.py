@@ -22,10 +22,9 @@ class Deadlines:
         self._num_after_look = 0  # keys that were left when they were last looked through
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, key: int, seconds: float) -> None:
-        """The key is waited for; from now it has so long."""
+    def add(self, key: int, due: float) -> None:
+        """The key is waited for until then, by the event loop's clock."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + seconds
         heapq.heappush(self._due, (due, key))
         if len(self._due) > 2 * self._num_after_look + _SPARE:
             self._due = [entry for entry in self._due if entry[1] in self._waiting]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from coordinator.acceptance import PositionRates
 from coordinator.draft_length import LONGEST, UNKNOWN, DraftLength, Exploration, promised_rates
 from coordinator.drafting import Drafter
-from coordinator.overlap import Load, best_groups, plain_seconds, turn_seconds
+from coordinator.overlap import Load, alone_seconds, best_groups, plain_seconds, turn_seconds
+from coordinator.round_times import TimesBySessions
 from coordinator.sessions import Session
 from coordinator.verifying import Verifier
 from protos.limits import AUTO, NumGroups
@@ -23,25 +24,28 @@ FRESH_SECONDS = 0.1  # for so long what was computed of rounds holds
 
 
 @dataclass(slots=True)
-class _Pace:
-    """Rounds of one drafter with one target, as they are now."""
-
-    draft: PassCost
-    target: PassCost
-    load: Load
-    until: float  # when it is to be computed anew
-    seconds: list[float] = field(default_factory=list)  # until all sessions have had a round, by K
-    groups: list[int] = field(default_factory=list)  # by K
-    drafting_pays: bool | None = None  # for those that leave K open, together; None: not computed yet
-
-
-@dataclass(slots=True)
 class _Crew:
     """The sessions of one drafter and one target that leave K open."""
 
     sessions: set[Session] = field(default_factory=set)
     shared_length: DraftLength = field(default_factory=DraftLength)  # the K that were best if all had it
     exploration: Exploration = field(default_factory=Exploration)
+    times: TimesBySessions = field(default_factory=TimesBySessions)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Rounds of one drafter with one target, as they are now."""
+
+    drafter: Drafter
+    crew: _Crew
+    draft: PassCost
+    target: PassCost
+    load: Load
+    until: float  # when it is to be computed anew
+    seconds: list[float] = field(default_factory=list)  # until all sessions have had a round, by K
+    groups: list[int] = field(default_factory=list)  # by K
+    shared: int | None = None  # the best K if all that leave it open had the same; None: not computed yet
 
 
 class DraftPolicy:
@@ -61,42 +65,51 @@ class DraftPolicy:
 
     def choose(self, session: Session, drafter: Drafter, verifier: Verifier, limit: int) -> int:
         """K of the round that begins, at most `limit`; the drafter's groups are formed for it."""
-        pace = self._pace(session, drafter, verifier)
+        crew = self._crews.setdefault((drafter, verifier), _Crew())
+        pace = self._pace(session, drafter, verifier, crew)
         k = limit
         if session.draft_length is not None:
             k = min(limit, LONGEST)
-            crew = self._crews.setdefault((drafter, verifier), _Crew())
             crew.sessions.add(session)
-            k = min(UNKNOWN, k) if pace is None or k == 0 else self._best(session, drafter, pace, crew, k)
+            k = min(UNKNOWN, k) if pace is None or k == 0 else self._best(session, pace, k)
         if k:
-            self._form_groups(pace, drafter, k)
+            shared = crew.shared_length.last if session.draft_length is not None else None
+            self._form_groups(pace, drafter, shared or k)
+        session.lap.num_asked = k
         return k
 
-    def _best(self, session: Session, drafter: Drafter, pace: _Pace, crew: _Crew, most: int) -> int:
+    def _best(self, session: Session, pace: _Pace, most: int) -> int:
         """What pays, 1 <= K <= `most` or none."""
         assert session.draft_length is not None, "it leaves K open"
-        own, shared = session.draft_length, crew.shared_length
-        if pace.drafting_pays is None:
-            pace.drafting_pays = shared.choose(self._rates_for(crew.sessions, drafter, pace, LONGEST)) > 0
-        reading = _reading_seconds(session, drafter, pace)
-        if pace.drafting_pays:
-            return own.choose(self._rates_for([session], drafter, pace, most), least=0 if reading else 1)
-        rates = promised_rates(self._seconds(pace, drafter, most), self._chances([session], most))
+        own, crew = session.draft_length, pace.crew
+        if pace.shared is None:
+            pace.shared = crew.shared_length.choose(self._promised(crew.sessions, pace, LONGEST))
+        reading = _reading_seconds(session, pace)
+        if pace.shared:
+            may_stay_out = reading > 0 or most < pace.shared
+            return own.choose(self._promised([session], pace, most), least=0 if may_stay_out else 1)
+        rates = promised_rates(self._corrected(pace, most), self._chances([session], most))
         drafting = max(range(1, most + 1), key=rates.__getitem__)
-        lost_rounds = rates[0] / rates[drafting] - 1 + reading / pace.seconds[0]
-        is_due = crew.exploration.is_due(own, lost_rounds, pace.load.num_at_drafter)
-        return drafting if is_due else 0
+        lost_rounds = rates[0] / rates[drafting] - 1
+        if pace.load.num_at_target > 1:  # the others wait for a pass of its own
+            lost_rounds = max(
+                lost_rounds, alone_seconds(pace.draft, pace.target, pace.load, drafting) / pace.seconds[0]
+            )
+        lost_rounds += reading / pace.seconds[0]
+        return drafting if crew.exploration.is_due(own, lost_rounds, len(crew.sessions)) else 0
 
-    def _rates_for(
-        self, sessions: Collection[Session], drafter: Drafter, pace: _Pace, most: int
-    ) -> list[float]:
+    def _promised(self, sessions: Collection[Session], pace: _Pace, most: int) -> list[float]:
         """What K = 0 .. most promise these sessions, if all have the same."""
-        reading = sum(_reading_seconds(session, drafter, pace) for session in sessions)
+        reading = sum(_reading_seconds(session, pace) for session in sessions)
         num_tokens = sum(session.num_remaining for session in sessions)
         entry_seconds = pace.load.num_at_target * reading / max(num_tokens, 1)  # all sessions wait meanwhile
-        return promised_rates(
-            self._seconds(pace, drafter, most), self._chances(sessions, most), entry_seconds
-        )
+        return promised_rates(self._corrected(pace, most), self._chances(sessions, most), entry_seconds)
+
+    def _corrected(self, pace: _Pace, most: int) -> list[float]:
+        """Of rounds with K = 0 .. most, as they compare by what was measured of them."""
+        plain, *drafting = self._seconds(pace, most)
+        excess = pace.crew.times.of(pace.load.num_at_target).excess
+        return [plain, *(seconds * excess for seconds in drafting)]
 
     def _chances(self, sessions: Collection[Session], most: int) -> list[float]:
         factors = [session.likeness.factor for session in sessions]
@@ -104,6 +117,7 @@ class DraftPolicy:
 
     def learn(self, session: Session, num_drafts: int, num_accepted: int, overlap: float) -> None:
         """A verdict: how many of its drafts were accepted, and the sum of min(p, q) over those it judged."""
+        self._learn_time(session, num_drafts)
         if not num_drafts:
             return
         num_judged = min(num_accepted + 1, num_drafts)
@@ -113,6 +127,20 @@ class DraftPolicy:
         for crew in self._crews.values():
             if session in crew.sessions:
                 crew.exploration.drafted()
+
+    def _learn_time(self, session: Session, num_drafts: int) -> None:
+        """From rounds of the kind that all have, but for first ones and those for which the drafter reads."""
+        if session.round == 1 or num_drafts != session.lap.num_asked:
+            return
+        for pace in self._paces.values():
+            num_sessions = pace.load.num_at_target
+            is_usual = num_sessions == 1 or (
+                pace.shared is not None and (pace.shared > 0) == (num_drafts > 0)
+            )
+            if session in pace.crew.sessions and is_usual and num_drafts < len(pace.seconds):
+                took = (time.monotonic_ns() - session.lap.begun_ns) / 1e9
+                factor = took / pace.seconds[num_drafts]
+                pace.crew.times.of(num_sessions).learn(num_drafts > 0, factor, num_sessions)
 
     def forget(self, session: Session) -> None:
         """The session is over."""
@@ -124,15 +152,17 @@ class DraftPolicy:
         if self._num_groups != AUTO:
             num_groups = self._num_groups
         elif pace is not None:
-            self._seconds(pace, drafter, k)
+            self._seconds(pace, k)
             num_groups = pace.groups[k]
         self._last_groups[drafter] = num_groups
         alone = num_groups == 1
-        drafter.turns.limit = math.inf if alone else math.ceil(drafter.num_sessions / num_groups)
+        num_sessions = min(drafter.num_sessions, drafter.num_slots)
+        drafter.turns.limit = math.inf if alone else math.ceil(num_sessions / num_groups)
 
-    def _seconds(self, pace: _Pace, drafter: Drafter, most: int) -> list[float]:
+    def _seconds(self, pace: _Pace, most: int) -> list[float]:
         """Of rounds with K = 0 .. most."""
-        draft, target, load, last = pace.draft, pace.target, pace.load, self._last_groups.get(drafter, 1)
+        draft, target, load = pace.draft, pace.target, pace.load
+        last = self._last_groups.get(pace.drafter, 1)
         for k in range(len(pace.seconds), most + 1):
             if k == 0:
                 num_groups, seconds = 1, plain_seconds(target, load)
@@ -146,38 +176,45 @@ class DraftPolicy:
             pace.groups.append(num_groups)
         return pace.seconds
 
-    def _pace(self, session: Session, drafter: Drafter, verifier: Verifier) -> _Pace | None:
+    def _pace(self, session: Session, drafter: Drafter, verifier: Verifier, crew: _Crew) -> _Pace | None:
         """None while a worker has not told what its passes take."""
         now = time.monotonic()
-        num_at = max(drafter.num_sessions, 1), max(verifier.num_sessions, 1)
+        num_at_drafter = max(min(drafter.num_sessions, drafter.num_slots), 1)
+        num_at_target = max(verifier.num_sessions, 1)
         pace = self._paces.get((drafter, verifier))
-        if (
-            pace is not None
-            and now < pace.until
-            and num_at == (pace.load.num_at_drafter, pace.load.num_at_target)
-        ):
-            return pace
+        if pace is not None and now < pace.until:
+            load = pace.load
+            if _like(num_at_drafter, load.num_at_drafter) and _like(num_at_target, load.num_at_target):
+                return pace
         draft, target = drafter.client, verifier.client
         if draft.cost is None or target.cost is None:
             return None
+        lengths = [len(one.tokens) for one in crew.sessions or [session]]
         load = Load(
-            num_at_drafter=num_at[0],
-            num_at_target=num_at[1],
-            length=len(session.tokens),
+            num_at_drafter=num_at_drafter,
+            num_at_target=num_at_target,
+            length=sum(lengths) // len(lengths),
             draft_wire_seconds=draft.wire.seconds,
             target_wire_seconds=target.wire.seconds,
             can_overlap=not draft.computes_on or draft.computes_on != target.computes_on,
         )
-        pace = self._paces[drafter, verifier] = _Pace(draft.cost, target.cost, load, now + FRESH_SECONDS)
+        pace = self._paces[drafter, verifier] = _Pace(
+            drafter, crew, draft.cost, target.cost, load, now + FRESH_SECONDS
+        )
         return pace
 
 
-def _reading_seconds(session: Session, drafter: Drafter, pace: _Pace) -> float:
+def _like(num_sessions: int, before: int) -> bool:
+    """Whether what was computed for so many `before` still holds: to look anew costs more for more."""
+    return 8 * abs(num_sessions - before) <= before
+
+
+def _reading_seconds(session: Session, pace: _Pace) -> float:
     """What it costs all that the drafter has yet to read the session's text: nothing where others go on.
 
     Where drafter and target share what they compute on, everybody waits for that.
     """
-    num_unread = drafter.num_unread(session)
+    num_unread = pace.drafter.num_unread(session)
     if pace.load.can_overlap or not num_unread:
         return 0.0
     return pace.draft.pass_seconds(PassShape().with_feed(len(session.tokens) - num_unread, num_unread))

@@ -43,6 +43,14 @@ def plain_seconds(target: PassCost, load: Load) -> float:
     return target.pass_seconds(_shape(load.num_at_target, load.length, 1)) + load.target_wire_seconds
 
 
+def alone_seconds(draft: PassCost, target: PassCost, load: Load, k: int) -> float:
+    """How long all others wait for one session's round with K >= 1 drafts, which misses their pass."""
+    verification = target.pass_seconds(_shape(1, load.length, k + 1))
+    if load.can_overlap:
+        return verification
+    return verification + k * draft.pass_seconds(_shape(1, load.length, 1))
+
+
 def possible_groups(load: Load) -> Sequence[int]:
     """How many groups are worth a thought: one where both workers share what they compute on."""
     return [m for m in NUM_GROUPS if m == 1 or (load.can_overlap and m <= load.num_at_drafter)]

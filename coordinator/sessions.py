@@ -28,9 +28,10 @@ from protos.worker_pb2 import Rule, Sampling, SessionState, VerifyResult
 
 @dataclass(slots=True)
 class Lap:
-    """Where the time of the round at hand goes."""
+    """The round at hand: the K that was chosen for it, and where its time goes."""
 
     begun_ns: int = 0
+    num_asked: int = 0  # draft tokens
     draft_ns: int = 0  # at the drafter
     target_ns: int = 0  # at the target
     wire_ns: int = 0  # beyond that, from asking to an answer: round trips, attempts that failed, pauses

@@ -71,6 +71,8 @@ class Timeline:
                 await watcher.some.wait()
                 yield watcher.take()
                 await asyncio.sleep(PAUSE_SECONDS)
+            while watcher.some.is_set():
+                yield watcher.take()
         finally:
             self._watchers.remove(watcher)
 
@@ -78,7 +80,7 @@ class Timeline:
         """Nobody is to watch any longer: those who do get what there is."""
         self._has_ended = True
         for watcher in self._watchers:
-            watcher.some.set()
+            watcher.some.set()  # wakes it; what it takes last is empty
 
 
 class _Watcher:

@@ -135,11 +135,13 @@ class WorkerClient:
         Raises TaskError: what the worker said, UNAVAILABLE when the stream breaks first, DEADLINE_EXCEEDED
         when neither happens in time.
         """
+        loop = asyncio.get_running_loop()
+        due = loop.time() + timeout_seconds
         body = task.SerializeToString()
         size = len(body)
         if not self._credits.take(size):
             try:
-                async with asyncio.timeout(timeout_seconds):
+                async with asyncio.timeout_at(due):
                     await self._credits.wait(size)
             except TimeoutError:
                 raise self._too_late(timeout_seconds) from None
@@ -148,9 +150,9 @@ class WorkerClient:
             state = task.state
             if state.epoch != self.info.epoch:
                 raise TaskError.stale(f"{self._name} began another life")
-            future: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
+            future: asyncio.Future[TaskReply] = loop.create_future()
             self._waiting[task_id] = future
-            self._deadlines.add(task_id, timeout_seconds)
+            self._deadlines.add(task_id, due)
             asked_ns = time.monotonic_ns()
             self._outgoing.append((state.session, task_id, body))
             self._wake.set()

@@ -86,6 +86,18 @@ def test_without_an_empty_slot_the_prefix_used_least_recently_gives_way() -> Non
     assert bench.kept() == {}
 
 
+def test_the_prefix_that_a_session_is_about_to_take_over_does_not_give_way_to_another() -> None:
+    """Three chats in turn on three slots: whoever comes back is the one used least recently."""
+    bench = Bench(num_slots=3)
+    for slot in [bench.begin([digit] * 3) for digit in (1, 2, 3)]:
+        bench.end(slot)
+    bench.vacant.use(0, 1, now=10.0)
+    bench.begin(
+        [2, 2, 2, 2]
+    )  # in slot 0; what was there takes the place of slot 2's, used later than slot 1's
+    assert bench.kept() == {1: [2, 2, 2], 2: [1, 1, 1]}
+
+
 def test_a_prefix_that_a_session_has_whole_needs_no_slot_of_its_own() -> None:
     bench = Bench(num_slots=2)
     bench.end(bench.begin([1, 2, 3]))
@@ -129,7 +141,10 @@ def test_a_prefix_that_cannot_be_moved_loses_no_slot(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_kept_is_what_was_used_last_through_any_course_of_events(seed: int) -> None:
-    """Beside a list that knows no slots: the oldest prefix goes when there are more than vacant slots."""
+    """Beside a list that knows no slots: the oldest prefix goes when there are more than vacant slots.
+
+    But for the one that the session which comes is about to take over.
+    """
     random = np.random.default_rng(seed)
     bench = Bench(num_slots=5)
     expected: list[list[int]] = []  # the least recently used first
@@ -143,7 +158,10 @@ def test_what_is_kept_is_what_was_used_last_through_any_course_of_events(seed: i
                 expected.remove(lowest)
                 num_continued += 1
             elif len(expected) == len(bench.vacant.slots):
-                del expected[0]
+                wanted = max(expected, key=lambda kept: TokenPrefix(kept).common_length(0, tokens))
+                is_wanted = TokenPrefix(wanted).common_length(0, tokens) >= bench.min_kept
+                gone = next(kept for kept in expected if not (is_wanted and kept is wanted) or kept == lowest)
+                expected.remove(gone)
                 num_lost += 1
             bench.begin(tokens)
         else:

@@ -576,6 +576,21 @@ async def test_waiting_for_credit_counts_towards_the_timeout() -> None:
         assert await first == 1
 
 
+async def test_what_waiting_for_credit_took_is_not_given_again() -> None:
+    async with connected(task_credits=1) as (worker, client):
+        first = asyncio.create_task(ask(client))
+        await worker.arrived(1)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        second = asyncio.create_task(ask(client, "other", patience=2.0))
+        await asyncio.sleep(1.5)
+        worker.answer(verdict(worker.tasks[0].task_id, 1))
+        assert await first == 1
+        await worker.arrived(2)
+        assert (await failure(second)).code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert loop.time() - begun < 3.2  # not 1.5 + 2
+
+
 async def test_a_release_travels_without_waiting_for_any_credit() -> None:
     async with connected(task_credits=1) as (worker, client):
         asking = [asyncio.create_task(ask(client, f"s{i}")) for i in range(3)]

@@ -178,10 +178,11 @@ class PassLoop:
             self._calibration.clear()
         for session in released:
             self._slots.release(session)
-            self._schedule.released(session)
         gone = set(released)
         for work in [w for w in self._at_work if w.task.state.session in gone]:
             self._finish(work, _error(TaskError.stale("the session was released")), answered)
+        for session in released:
+            self._schedule.released(session)
         for work in arrived:
             self._start(work, answered)
         self._slots.expire()  # also where it is never idle

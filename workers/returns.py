@@ -12,6 +12,7 @@ from protos.pass_cost import PassCost, PassShape
 WORTH = 0.5  # of what a merged pass saves: so long is waited at most
 _SLACK, _SLACK_SECONDS = 1.5, 0.001  # beyond a session's last absence
 MAX_EXPECTED = 256  # sessions that are considered
+GONE_SECONDS = 10.0  # who has been away for longer is not expected
 MAX_KEPT = 4096  # that are remembered: more are of coordinators that have gone without a word
 
 
@@ -38,6 +39,8 @@ class Returns:
         if len(self._away) >= MAX_KEPT or len(self._usual) >= MAX_KEPT:  # to be learnt again, at no cost
             self._away.clear()
             self._usual.clear()
+        while self._away and now - next(iter(self._away.values())).since > GONE_SECONDS:
+            del self._away[next(iter(self._away))]  # they stand in the order in which they went
         self._away[session] = _Absence(now, num_rows, length, self._usual.get(session))
 
     def arrived(self, session: str, when: float) -> None:

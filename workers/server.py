@@ -289,17 +289,24 @@ class _Servicer(worker_pb2_grpc.DraftServicer, worker_pb2_grpc.TargetServicer):
 
     async def Propose(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
-    ) -> AsyncIterator[ReplyBatch]:
-        async with contextlib.aclosing(self._worker.serve_stream(batches, DraftTask)) as stream:
-            async for replies in stream:
-                yield replies
+    ) -> None:
+        await self._serve(batches, context, DraftTask)
 
     async def Verify(
         self, batches: AsyncIterator[TaskBatch], context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch]
-    ) -> AsyncIterator[ReplyBatch]:
-        async with contextlib.aclosing(self._worker.serve_stream(batches, VerifyTask)) as stream:
+    ) -> None:
+        await self._serve(batches, context, VerifyTask)
+
+    async def _serve(
+        self,
+        batches: AsyncIterator[TaskBatch],
+        context: grpc.aio.ServicerContext[TaskBatch, ReplyBatch],
+        kind: MessageType[DraftTask | VerifyTask],
+    ) -> None:
+        """A coroutine that writes, as a generator would outlive a call that is cancelled while it sends."""
+        async with contextlib.aclosing(self._worker.serve_stream(batches, kind)) as stream:
             async for replies in stream:
-                yield replies
+                await context.write(replies)
 
     async def GetStatus(
         self, request: GetStatusRequest, context: grpc.aio.ServicerContext[GetStatusRequest, WorkerStatus]

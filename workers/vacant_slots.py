@@ -63,7 +63,7 @@ class VacantSlots:
             return slot, TokenPrefix()
         held = self._held[slot]
         if held.tokens.common_length(0, committed) < held.length:
-            self._move(held)
+            self._move(held, self._wanted(committed))
         del self._held[slot]
         return slot, held.tokens
 
@@ -82,12 +82,26 @@ class VacantSlots:
             self._forget(self._oldest())
         return tuple(sorted(self._empty))
 
-    def _move(self, held: Holding) -> None:
-        """Into the highest empty slot, or in place of a prefix that was used less recently."""
-        oldest = self._oldest()
-        slot = max(self._empty) if self._empty else oldest
+    def _wanted(self, committed: Sequence[int]) -> int | None:
+        """The slot that holds most of these tokens; None where no slot holds enough to be worth it."""
+        lengths = {slot: held.tokens.common_length(0, committed) for slot, held in self._held.items()}
+        best = max(lengths, key=lengths.__getitem__)
+        return best if lengths[best] >= self._min_kept else None
+
+    def _move(self, held: Holding, wanted: int | None) -> None:
+        """Into the highest empty slot, or in place of a prefix that was used less recently.
+
+        Not of the one in slot `wanted`, which the session that comes is about to take over.
+        """
+        if self._empty:
+            slot = max(self._empty)
+        else:
+            others = [one for one in self._held.values() if one is held or one.slot != wanted]
+            slot = min(others, key=lambda one: one.touched).slot
         if slot == held.slot:
             return
+        if slot in self._held:
+            self._forget(slot)
         self._model.copy(held.slot, slot, held.length)
         self._empty.discard(slot)
         self._held[slot] = replace(held, slot=slot, tokens=held.tokens.copy())
