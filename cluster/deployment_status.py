@@ -41,6 +41,7 @@ class ActorStatus:
     cost: PassCost | None = None  # what passes of its model take
     busy: BusyTime | None = None  # how much of its time its model was at work
     prefixes: PrefixCache | None = None  # what its sessions have taken over from others
+    num_broken_rows: int = 0  # of p that were no distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ def _workers(
             cost=_cost(health),
             busy=health.busy if health.HasField("busy") else None,
             prefixes=health.prefixes if health.HasField("prefixes") else None,
+            num_broken_rows=health.num_broken_rows,
         )
 
 

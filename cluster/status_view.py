@@ -128,12 +128,13 @@ def _counts(report: DeploymentReport) -> str:
             f"acceptance {report.acceptance_rate:.1%}, mean acceptance length"
             f" {report.mean_acceptance_length:.2f}"
         )
-    return "; ".join([*parts, *_faults(totals)])
+    return "; ".join([*parts, *_faults(totals, sum(actor.num_broken_rows for actor in report.actors))])
 
 
-def _faults(totals: Totals) -> list[str]:
+def _faults(totals: Totals, num_broken_rows: int) -> list[str]:
     """What should not occur and did."""
     counts = {
+        "rows of logits that are not finite": num_broken_rows,
         "rounds without the drafter, which failed": totals.num_fallbacks,
         "unusable rows of q": totals.num_unusable_rows,
         "drafts that are not their rows'": totals.num_redraw_mismatches,

@@ -112,6 +112,7 @@ async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerH
         return health
     health.process_id = status.process_id
     health.num_slots, health.num_slots_used = status.num_slots, status.num_slots_used
+    health.num_broken_rows = status.num_broken_rows
     if status.HasField("cost"):
         health.cost.CopyFrom(status.cost)
     if status.HasField("busy"):

@@ -28,7 +28,7 @@ class DeploymentStatus(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerHealth, _Mapping]]] = ..., num_running_sessions: _Optional[int] = ..., num_waiting_sessions: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., uptime_seconds: _Optional[float] = ..., process_id: _Optional[int] = ...) -> None: ...
 
 class WorkerHealth(_message.Message):
-    __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions", "cost", "busy", "prefixes")
+    __slots__ = ("role", "model", "address", "is_healthy", "problem", "process_id", "num_slots", "num_slots_used", "num_sessions", "cost", "busy", "num_broken_rows", "prefixes")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class WorkerHealth(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BROKEN_ROWS_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     role: str
     model: str
@@ -52,8 +53,9 @@ class WorkerHealth(_message.Message):
     num_sessions: int
     cost: _worker_pb2.PassCost
     busy: _worker_pb2.BusyTime
+    num_broken_rows: int
     prefixes: _worker_pb2.PrefixCache
-    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.PassCost, _Mapping]] = ..., busy: _Optional[_Union[_worker_pb2.BusyTime, _Mapping]] = ..., prefixes: _Optional[_Union[_worker_pb2.PrefixCache, _Mapping]] = ...) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.PassCost, _Mapping]] = ..., busy: _Optional[_Union[_worker_pb2.BusyTime, _Mapping]] = ..., num_broken_rows: _Optional[int] = ..., prefixes: _Optional[_Union[_worker_pb2.PrefixCache, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("num_requests", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks", "num_unusable_rows", "num_redraw_mismatches")

@@ -69,13 +69,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "busy", "prefixes")
+    __slots__ = ("epoch", "num_slots", "num_slots_used", "num_tasks", "process_id", "cost", "num_broken_rows", "busy", "prefixes")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     NUM_TASKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_BROKEN_ROWS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -84,9 +85,10 @@ class WorkerStatus(_message.Message):
     num_tasks: int
     process_id: int
     cost: PassCost
+    num_broken_rows: int
     busy: BusyTime
     prefixes: PrefixCache
-    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_tasks: _Optional[int] = ..., process_id: _Optional[int] = ..., cost: _Optional[_Union[PassCost, _Mapping]] = ..., num_broken_rows: _Optional[int] = ..., busy: _Optional[_Union[BusyTime, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
 
 class BusyTime(_message.Message):
     __slots__ = ("serving_seconds", "busy_seconds", "num_passes", "num_rows", "recent_share")

@@ -741,6 +741,7 @@ async def test_a_target_row_that_must_be_sampled_and_cannot_be_fails_its_task_al
         assert bench.fed == [[8, 6]] or bench.fed == [[6, 8]]  # one pass
         assert failed.error.code == grpc.StatusCode.INTERNAL.value[0]
         assert "ill" in failed.error.message
+        assert bench.passes.num_broken_rows == 1
         assert judged(answered) == verdict_of(well, tokens, rows, rule)
         longer = [*PROMPT, 2]  # the session itself goes on where the model can
         (reply,) = await bench.ask(verify_task(state(longer, session="ill", round=2), rule=rule))

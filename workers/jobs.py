@@ -67,6 +67,7 @@ class Job(ABC):
     slot: Slot
     pending: list[int]
     num_logits: int
+    num_broken_rows = 0  # of p that were looked at and are no distribution
 
     @abstractmethod
     def advance(self, logits: Logits) -> TaskReply | None:
@@ -165,7 +166,7 @@ class VerifyJob(Job):
 
     def advance(self, logits: Logits) -> TaskReply:
         """Accept, recover or draw the bonus, and cut the cache behind the accepted tokens."""
-        p = RowsOnDemand(lambda position: distribution(logits[position], self._settings))
+        p = RowsOnDemand(lambda position: self._row(logits[position]))
         try:
             verdict = verify(p, self._rows, self._tokens, self._uniforms(), self._rule)
         except UnusableTarget as error:
@@ -180,6 +181,12 @@ class VerifyJob(Job):
             sum_min_pq=self._sum_min_pq(p, verdict),
         )
         return TaskReply(verify=result)
+
+    def _row(self, logits: Logits) -> Distribution:
+        """Of p, `[C]` logits."""
+        row = distribution(logits, self._settings)
+        self.num_broken_rows += not row.usable
+        return row
 
     def _sum_min_pq(self, p: Rows, verdict: Verdict) -> float:
         """Over the accepted positions and the one behind them: by the token rule, all that were judged."""

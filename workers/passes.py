@@ -58,6 +58,7 @@ class PassLoop:
         `calibration_seconds` the passes that measure while nothing is asked.
         """
         self.busy = Busy()
+        self.num_broken_rows = 0  # of p that verdicts looked at and that are no distribution
         self._model = model
         self._slots = slots
         self._open_job = open_job
@@ -290,6 +291,8 @@ class PassLoop:
             if outcome is not None:
                 job.slot.remember(work.task.state, work.key, outcome)
                 self._finish(work, outcome, answered)
+        finally:
+            self.num_broken_rows += job.num_broken_rows
 
     def _finish(self, work: Work, outcome: TaskReply, answered: list[tuple[Work, TaskReply]]) -> None:
         self._at_work.remove(work)

@@ -257,6 +257,7 @@ class WorkerServer:
             num_slots_used=self._slots.num_used,
             num_tasks=self._passes.num_tasks,
             process_id=os.getpid(),
+            num_broken_rows=self._passes.num_broken_rows,
             cost=None if cost is None else cost.to_message(),
             busy=self._passes.busy.to_message(),
             prefixes=prefixes,
