@@ -77,13 +77,13 @@ def bound(wish: argparse.Namespace, tokens_a_round: float) -> float:
     def turn(num_groups: int) -> float:
         share = -(-wish.sessions // num_groups)
         fixed, per_row = pass_seconds(wish, "target")
-        verification = fixed + per_row * share * (wish.draft_tokens + 1)
+        verification: float = fixed + per_row * share * (wish.draft_tokens + 1)
         fixed, per_row = pass_seconds(wish, "draft")
-        draft = wish.draft_tokens * (fixed + per_row * share)
+        draft: float = wish.draft_tokens * (fixed + per_row * share)
         return max(draft + verification, num_groups * draft, num_groups * verification)
 
     choices = [m for m in NUM_GROUPS if m <= wish.sessions] if wish.groups == AUTO else [int(wish.groups)]
-    return wish.sessions * tokens_a_round / min(map(turn, choices))
+    return float(wish.sessions) * tokens_a_round / min(map(turn, choices))
 
 
 async def _serve(wish: argparse.Namespace) -> None:

@@ -110,9 +110,11 @@ def _ask(state: DeploymentState) -> DeploymentStatus | str:
 
 
 def _coordinator(state: DeploymentState, memory: Memory, answer: DeploymentStatus | str) -> ActorStatus:
-    pid, silence, num_sessions = state.coordinator_pid, answer, None
-    if isinstance(answer, DeploymentStatus):
-        pid, silence, num_sessions = answer.process_id or pid, "", answer.num_running_sessions
+    pid, silence, num_sessions = state.coordinator_pid, "", None
+    if isinstance(answer, str):
+        silence = answer
+    else:
+        pid, num_sessions = answer.process_id or pid, answer.num_running_sessions
     return ActorStatus(
         name="coordinator",
         role="coordinator",

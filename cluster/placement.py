@@ -128,21 +128,21 @@ class Placement:
 def _create(name: str, kind: type) -> Any:
     import ray
 
-    actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
+    actor: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(kind)
     return actor.options(name=name, lifetime="detached").remote()
 
 
 def _start_worker(name: str, plan: Plan, port: int = 0) -> tuple[Any, Any]:
     """The actor, and a reference to its address."""
     role, settings = next((role, settings) for other, role, settings in plan.workers() if other == name)
-    actor = _create(name, {"target": TargetActor, "draft": DrafterActor}[role])
+    actor: Any = _create(name, {"target": TargetActor, "draft": DrafterActor}[role])
     token = plan.control_token if role == "target" else None  # a drafter has nothing to show
     return actor, actor.start.remote(settings, token, port)
 
 
 def _start_coordinator(tokenizer_folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """The same for the coordinator, once there are workers."""
-    actor = _create(COORDINATOR, CoordinatorActor)
+    actor: Any = _create(COORDINATOR, CoordinatorActor)
     actor.prepare.remote(tokenizer_folder)
     return actor, actor.start.remote(config)
 

@@ -186,7 +186,7 @@ async def _served_cpu_seconds(wish: Any, addresses: tuple[str, str], num_session
                 if await asyncio.to_thread(writer.wait, WRITING_SECONDS):
                     raise SystemExit(f"the clients failed: {last_words(log)}")
                 cpu = _cpu_seconds() - cpu
-        return cpu / (num_sessions * wish.tokens)
+        return cpu / float(num_sessions * wish.tokens)
     finally:
         await server.stop(0.0)
 
