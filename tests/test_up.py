@@ -32,6 +32,8 @@ from tests.tiny_models import save_tiny
 OUTRIDER = [sys.executable, "-m", "cluster.command_line"]
 pytestmark = pytest.mark.ray
 
+NUM_TOKENS = 600  # of a text: it must not be over before somebody has looked
+
 
 @dataclass(frozen=True)
 class Models:
@@ -45,7 +47,10 @@ class Models:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
-    paths = [save_tiny(folder / name, seed=seed) for seed, name in enumerate(("target", "draft"))]
+    paths = [
+        save_tiny(folder / name, seed=seed, max_position_embeddings=1024)
+        for seed, name in enumerate(("target", "draft"))
+    ]
     return Models(*map(str, paths))
 
 
@@ -106,7 +111,7 @@ def _assert_nothing_is_left(state: DeploymentState, state_folder: Path) -> None:
 
 def _replies(address: str) -> Iterator[GenerateReply]:
     with grpc.insecure_channel(address) as channel:
-        request = GenerateRequest(text="Hello", max_tokens=100, ignore_end_tokens=True)
+        request = GenerateRequest(text="Hello", max_tokens=NUM_TOKENS, ignore_end_tokens=True)
         yield from inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120)
 
 
@@ -148,8 +153,8 @@ def test_it_serves_spreads_sessions_shows_its_dead_and_leaves_nothing(
         assert done.returncode == 0, done.stderr
         assert f"On the deployment 'default' at {state.address}" in done.stderr
         assert json.loads(done.stdout)["usage"]["num_draft_tokens"] > 0
-        refused = _outrider("generate", "x" * 200)
-        assert (refused.returncode, "1 to 127" in refused.stderr) == (2, True)
+        refused = _outrider("generate", "x" * 2000)
+        assert (refused.returncode, "1 to 1023" in refused.stderr) == (2, True)
         again = _outrider("up", *models.options())
         assert (again.returncode, "is up already" in again.stderr) == (1, True)
 
@@ -187,7 +192,7 @@ def test_a_stream_goes_on_when_its_target_was_started_again_and_a_coordinator_co
         told = list(replies)
         assert told[-1].WhichOneof("event") == "usage"
         tokens = [token for reply in told if reply.HasField("tokens") for token in reply.tokens.tokens]
-        assert len(tokens) == told[-1].usage.num_completion_tokens == 100
+        assert len(tokens) == told[-1].usage.num_completion_tokens == NUM_TOKENS
 
         os.kill(state.coordinator_pid, signal.SIGKILL)
         _wait_until(lambda: _is_gone(state.coordinator_pid))
