@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import coordinator.choices
 import coordinator.decoding
-import coordinator.service
 import workers.counts
 import workers.jobs
 import workers.verification
@@ -488,7 +488,7 @@ def from_scratch(patched: pytest.MonkeyPatch) -> None:
         emit(emitted)
 
     patched.setattr(Verifier, "verify", verify_or_die)
-    patched.setattr(coordinator.service, "decode", restart)
+    patched.setattr(coordinator.choices, "decode", restart)
 
 
 def zero_is_none(patched: pytest.MonkeyPatch) -> None:
