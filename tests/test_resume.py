@@ -129,7 +129,7 @@ async def test_a_text_that_is_read_in_pieces_is_the_whole_text(num_draft_tokens:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 async def test_sequences_follow_the_law_wherever_their_streams_break(rule: str) -> None:
-    """What was committed is drawn once; a round that was cut off is drawn again, and nobody saw the outcome."""
+    """What was committed is drawn once; a round that was cut off is drawn again, and nobody saw its end."""
     dice = random.Random(7)
     num_choices, num_tokens = test_law.NUM_CHOICES, test_law.NUM_TOKENS
     target = TableModel(test_law.TARGET, test_law.V, num_slots=128, latency_seconds=lambda _: 0.002)
