@@ -33,6 +33,7 @@ _COUNTS = (
     "num_fallbacks",
     "num_unusable_rows",
     "num_redraw_mismatches",
+    "num_migrations",
 )
 
 
@@ -137,6 +138,7 @@ def _faults(totals: Totals) -> list[str]:
         "rounds without the drafter, which failed": totals.num_fallbacks,
         "unusable rows of q": totals.num_unusable_rows,
         "drafts that are not their rows'": totals.num_redraw_mismatches,
+        "moves to another target": totals.num_migrations,
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
 

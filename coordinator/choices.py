@@ -18,14 +18,15 @@ from coordinator.decoding import decode
 from coordinator.draft_length import DraftLength
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter
+from coordinator.migrating import Target
 from coordinator.requests import Limits, Order
 from coordinator.sessions import Session
-from coordinator.spreading import Spread
+from coordinator.spreading import Place, Spread
 from coordinator.text import Text
 from coordinator.text_stream import TextStream
 from coordinator.transcript import Transcript
 from coordinator.usage import Tally
-from coordinator.verifying import Verifier
+from coordinator.verifying import Verifier, VerifySettings
 from protos.inference_pb2 import FINISH_REASON_ABORT, Origin, Token
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
@@ -76,6 +77,7 @@ class Choices:
         policy: DraftPolicy,
         drafters: Spread[Drafter] | None,
         verifiers: Spread[Verifier],
+        verify_settings: VerifySettings,
         text: Text | None,
         limits: Limits,
         end_token_ids: Sequence[int],
@@ -86,6 +88,7 @@ class Choices:
         self._policy = policy
         self._drafters = drafters
         self._verifiers = verifiers
+        self._verify_settings = verify_settings
         self._text = text
         self._max_length = limits.max_length
         self._end_token_ids = frozenset(end_token_ids)
@@ -135,9 +138,11 @@ class Choices:
             transcript.commit(choice, [_token(token, origin, text) for token, origin in committed])
 
         try:
-            async with self._admission.turn(), self._verifiers.place_in_slot() as verifier:
-                with self._place_drafter(session) as drafter:
-                    await decode(session, drafter, verifier, self._policy, emit)
+            async with self._admission.turn(), self._verifiers.place_in_slot() as place:
+                target = Target(place, self._verify_settings)
+                with self._place_drafter(session) as at:
+                    drafter = at.worker if at is not None else None
+                    await decode(session, drafter, target, self._policy, emit)
             assert session.finish_reason is not None, "decode returns when the session is finished"
             transcript.finish(choice, session.finish_reason, text.flush() if text is not None else "")
         except TaskError as error:
@@ -149,7 +154,7 @@ class Choices:
                 TaskError.internal(f"the request failed; the coordinator's log has it as fault {fault_id}")
             )
 
-    def _place_drafter(self, session: Session) -> contextlib.AbstractContextManager[Drafter | None]:
+    def _place_drafter(self, session: Session) -> contextlib.AbstractContextManager[Place[Drafter] | None]:
         if self._drafters is None or not session.wants_drafts:
             return contextlib.nullcontext()
         return self._drafters.place()

@@ -66,7 +66,9 @@ class DraftPolicy:
         if session.draft_length is not None:
             k = min(limit, LONGEST)
             crew = self._crews.setdefault((drafter, verifier), _Crew())
-            crew.sessions.add(session)
+            if session not in crew.sessions:
+                self.forget(session)  # it may have been moved to this target
+                crew.sessions.add(session)
             k = min(UNKNOWN, k) if pace is None or k == 0 else self._best(session, drafter, pace, crew, k)
         if k:
             self._form_groups(pace, drafter, k)

@@ -66,6 +66,7 @@ class CoordinatorConfig(Binding):
     verify_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_prefill_timeout_seconds: float = Field(default=600.0, gt=0)
     target_patience_seconds: float = Field(default=30.0, ge=0)  # how long a session waits for a lost target
+    max_migrations: int = Field(default=3, ge=0)  # of a session, to other targets when its own is lost
     resume_seconds: float = Field(default=60.0, ge=0)  # how long a request without a stream can be resumed
     max_kept_requests: int = Field(default=1024, ge=0)  # that wait for it; the oldest are forgotten
     max_kept_tokens: int = Field(default=1 << 18, ge=0)  # of all of them, prompts included
@@ -128,6 +129,7 @@ class CoordinatorServer:
             config.verify_timeout_seconds,
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
+            config.max_migrations,
         )
         timeline = self._timeline = Timeline()
         verifiers = Spread([Verifier(client, verify_settings, timeline) for client in targets])
@@ -158,6 +160,7 @@ class CoordinatorServer:
             policy=DraftPolicy(config.num_groups),
             drafters=drafters,
             verifiers=verifiers,
+            verify_settings=verify_settings,
             text=self._text,
             limits=limits,
             end_token_ids=target.end_token_ids,

@@ -181,7 +181,11 @@ class WorkerClient:
         return status
 
     def release(self, session: str) -> None:
-        """Tell the worker that the session is over; overtakes the tasks that wait to be sent."""
+        """Tell the worker that the session is over; its tasks that wait to be sent are not sent any more.
+
+        The session may come back, in tasks that are asked later.
+        """
+        self._outgoing = [entry for entry in self._outgoing if entry[0] != session]
         if self._info is not None or len(self._released) < MAX_KEPT_RELEASES:
             self._released.append(session)
             self._wake.set()
@@ -273,12 +277,11 @@ class WorkerClient:
                 await self._wake.wait()
                 self._wake.clear()  # sessions that were woken by the same message have asked by now
                 released, self._released = self._released, []
-                gone = set(released)
                 outgoing, self._outgoing = self._outgoing, []
                 echo, self._echo = self._echo, 0
                 batch = TaskBatch(generation=self._generation, released_sessions=released, echo=echo)
-                for session, task_id, body in outgoing:
-                    if task_id in self._waiting and session not in gone:
+                for _, task_id, body in outgoing:
+                    if task_id in self._waiting:
                         batch.tasks.add(task_id=task_id, body=body, crc32c=checksum(task_id, body))
                 await call.write(batch)
                 if not self._released:

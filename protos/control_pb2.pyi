@@ -54,7 +54,7 @@ class WorkerHealth(_message.Message):
     def __init__(self, role: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., is_healthy: _Optional[bool] = ..., problem: _Optional[str] = ..., process_id: _Optional[int] = ..., num_slots: _Optional[int] = ..., num_slots_used: _Optional[int] = ..., num_sessions: _Optional[int] = ..., cost: _Optional[_Union[_worker_pb2.PassCost, _Mapping]] = ..., busy: _Optional[_Union[_worker_pb2.BusyTime, _Mapping]] = ..., prefixes: _Optional[_Union[_worker_pb2.PrefixCache, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("num_requests", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks", "num_unusable_rows", "num_redraw_mismatches")
+    __slots__ = ("num_requests", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_fallbacks", "num_unusable_rows", "num_redraw_mismatches", "num_migrations")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Totals(_message.Message):
     NUM_FALLBACKS_FIELD_NUMBER: _ClassVar[int]
     NUM_UNUSABLE_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_REDRAW_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_completion_tokens: int
     num_rounds: int
@@ -73,7 +74,8 @@ class Totals(_message.Message):
     num_fallbacks: int
     num_unusable_rows: int
     num_redraw_mismatches: int
-    def __init__(self, num_requests: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ...) -> None: ...
+    num_migrations: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_redraw_mismatches: _Optional[int] = ..., num_migrations: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ()

@@ -159,7 +159,7 @@ class Finished(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "num_q_bytes", "num_fallbacks", "num_unusable_rows", "num_judged_tokens", "mean_min_pq", "num_redraw_mismatches", "times")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "num_q_bytes", "num_fallbacks", "num_unusable_rows", "num_judged_tokens", "mean_min_pq", "num_redraw_mismatches", "times", "num_migrations")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Usage(_message.Message):
     MEAN_MIN_PQ_FIELD_NUMBER: _ClassVar[int]
     NUM_REDRAW_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
     num_rounds: int
@@ -192,7 +193,8 @@ class Usage(_message.Message):
     mean_min_pq: float
     num_redraw_mismatches: int
     times: RoundTimes
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_q_bytes: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_judged_tokens: _Optional[int] = ..., mean_min_pq: _Optional[float] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[RoundTimes, _Mapping]] = ...) -> None: ...
+    num_migrations: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_q_bytes: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_judged_tokens: _Optional[int] = ..., mean_min_pq: _Optional[float] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[RoundTimes, _Mapping]] = ..., num_migrations: _Optional[int] = ...) -> None: ...
 
 class RoundTimes(_message.Message):
     __slots__ = ("num_rounds", "draft_ns", "wire_ns", "target_ns", "total_ns")

@@ -34,10 +34,10 @@ def test_a_lost_worker_gets_no_new_session_while_another_is_ready() -> None:
     lost, other = Worker(8, is_ready=False), Worker(1)
     spread = Spread([lost, other])
     with spread.place() as first, spread.place() as second:
-        assert first is second is other
+        assert first.worker is second.worker is other
     other.is_ready = False
     with spread.place() as third:  # it waits for whichever comes back
-        assert third is lost
+        assert third.worker is lost
 
 
 async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
@@ -45,9 +45,9 @@ async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
     order: list[int] = []
 
     async def run(number: int, hold: asyncio.Event) -> None:
-        async with spread.place_in_slot() as worker:
+        async with spread.place_in_slot() as place:
             order.append(number)
-            assert worker is spread.workers[1]
+            assert place.worker is spread.workers[1]
             assert spread.workers[1].num_sessions <= 2
             await hold.wait()
 

@@ -598,6 +598,17 @@ async def test_a_cancelled_task_is_not_sent_behind_its_release(pair: Pair) -> No
     assert worker.tasks == []
 
 
+async def test_a_session_that_comes_back_after_its_release_is_sent_behind_it(pair: Pair) -> None:
+    """As one that moves to another worker, and back again."""
+    worker, client = pair
+    client.release("back")
+    asking = asyncio.create_task(ask(client, "back"))
+    [sealed] = await worker.arrived(1)
+    assert worker.released == ["back"]
+    worker.answer(verdict(sealed.task_id, 3))
+    assert await asking == 3
+
+
 @pytest.mark.parametrize("same_life", [True, False])
 async def test_sessions_that_end_while_the_worker_is_away_are_released_when_the_same_life_is_back(
     same_life: bool,
