@@ -41,6 +41,7 @@ class ActorStatus:
     cost: PassCost | None = None  # what passes of its model take
     busy: BusyTime | None = None  # how much of its time its model was at work
     prefixes: PrefixCache | None = None  # what its sessions have taken over from others
+    notice: str | None = None  # what is odd though it serves, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ def _workers(
             cost=_cost(health),
             busy=health.busy if health.HasField("busy") else None,
             prefixes=health.prefixes if health.HasField("prefixes") else None,
+            notice=health.notice or None,
         )
 
 

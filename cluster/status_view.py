@@ -89,9 +89,15 @@ def _table(actors: Sequence[ActorStatus]) -> Table:
             slots,
             "" if actor.num_sessions is None else str(actor.num_sessions),
             "" if actor.busy is None else f"{actor.busy.recent_share:.0%}",
-            Text(actor.problem, "red") if actor.problem else Text("healthy", "green"),
+            _health(actor),
         )
     return table
+
+
+def _health(actor: ActorStatus) -> Text:
+    if actor.problem:
+        return Text(actor.problem, "red")
+    return Text(actor.notice, "yellow") if actor.notice else Text("healthy", "green")
 
 
 def _cost(cost: PassCost) -> str:

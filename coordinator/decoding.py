@@ -39,8 +39,8 @@ async def decode(
             drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
             emit(session.commit(drafts, len(proposal.rows), verdict))
             policy.learn(session, len(drafts), verdict.num_accepted, verdict.sum_min_pq)
-            if drafter is not None and verdict.num_redraw_mismatches:
-                drafter.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
+            if drafter is not None:
+                drafter.learn(session, len(drafts), verdict)
     finally:
         policy.forget(session)
         target.forget(session)

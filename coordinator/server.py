@@ -61,7 +61,7 @@ class CoordinatorConfig(Binding):
     default_max_tokens: int = Field(default=256, ge=1)
     max_choices: int = Field(default=64, ge=1)
     max_waiting_sessions: int = Field(default=256, ge=0)
-    draft_timeout_seconds: float = Field(default=10.0, gt=0)
+    draft_timeout_seconds: float = Field(default=0.25, gt=0)  # of a proposal, or longer where that is usual
     draft_prefill_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_prefill_timeout_seconds: float = Field(default=600.0, gt=0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from coordinator.sessions import Session
 from coordinator.timeline import Timeline
 from coordinator.worker_client import WorkerClient
+from protos.control_pb2 import CIRCUIT_UNSPECIFIED, Circuit
 from protos.status import TaskError
 from protos.worker_pb2 import VerifyResult, VerifyTask
 
@@ -45,6 +46,16 @@ class Verifier:
     def problem(self) -> str:
         """What its sessions know against the target: nothing that its connection does not show."""
         return ""
+
+    @property
+    def notice(self) -> str:
+        """What is odd about a target that answers: nothing that its sessions see."""
+        return ""
+
+    @property
+    def circuit(self) -> "Circuit":
+        """None: a target is asked until patience ends."""
+        return CIRCUIT_UNSPECIFIED
 
     def forget(self, session: Session) -> None:
         """The session is over."""
