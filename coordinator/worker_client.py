@@ -37,7 +37,8 @@ from protos.worker_pb2 import PassCost as PassCostMessage
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
-ECHO_SECONDS = 1.0  # between empty round trips of a silent stream
+ECHO_SECONDS = 1.0  # between empty round trips
+SILENCE_SECONDS = 10.0  # without an answer to them, as of a process that is stopped: the stream is given up
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
 MAX_KEPT_RELEASES = 4096  # for a worker that is away; further slots are freed by their lease
 RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
@@ -68,6 +69,7 @@ class WorkerClient:
         self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._echo = 0  # to be asked for
+        self._is_silent = False  # since the last one
         self._echoes: dict[int, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._credits = Credits()
@@ -246,29 +248,42 @@ class WorkerClient:
                 logger.error("at %s there is another %s model now: %s", self.address, self.role, info.model)
 
     async def _run_stream(self) -> None:
-        """Until the stream breaks."""
+        """Until the stream breaks, or nobody answers at its other end."""
         call = self._open_stream()
         writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call))
         timer = asyncio.create_task(self._ask_for_echoes())
         try:
-            await self._read(call)
-            reason = "the worker closed the stream"
+            await asyncio.wait([reader, timer], return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                await reader
+                reason = "the worker closed the stream"
+            else:
+                reason = f"it has been silent for {SILENCE_SECONDS:g} s"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except TaskError as error:
             reason = error.message
         finally:
-            writer.cancel()
-            timer.cancel()
+            for task in (writer, reader, timer):
+                task.cancel()
             call.cancel()
         logger.warning("lost the %s worker at %s: %s", self.role, self.address, reason)
         self._disconnected(reason)
 
     async def _ask_for_echoes(self) -> None:
-        """Empty round trips tell what the wire takes while no tasks do."""
+        """Empty round trips tell what the wire takes while no tasks do. Returns when the worker is silent."""
         while True:
-            if not self._waiting:
-                self.wire.learn(await self.echo())
+            is_idle, self._is_silent = not self._waiting, True
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    seconds = await self.echo()
+            except TimeoutError:
+                if self._is_silent:
+                    return
+                continue  # it has much to say
+            if is_idle:
+                self.wire.learn(seconds)
             await asyncio.sleep(ECHO_SECONDS)
 
     async def _write(self, call: Any) -> None:
@@ -290,6 +305,7 @@ class WorkerClient:
     async def _read(self, call: Any) -> None:
         batches: AsyncIterator[ReplyBatch | None] = aiter(call)
         async for batch in batches:
+            self._is_silent = False
             if batch is None:  # so grpc.aio says that it does not parse
                 raise TaskError.data_loss("a message does not parse")
             if batch.generation != self._generation:

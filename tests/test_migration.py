@@ -146,11 +146,14 @@ async def test_sequences_follow_the_law_whenever_targets_die(
         num_asked += 1
         return await ask(verifier, session, task)
 
+    async def some_rounds() -> None:
+        until = num_asked + dice.randint(100, 600)
+        await eventually(lambda: num_asked >= until, within=60)
+
     async def kill(targets: Sequence[Worker]) -> None:
         while True:
             for target in targets:
-                until = num_asked + dice.randint(100, 600)
-                await eventually(lambda until=until: num_asked >= until, within=60)  # type: ignore[misc]
+                await some_rounds()
                 await target.stop()
                 await asyncio.sleep(0.1)
                 await target.start()
