@@ -69,8 +69,8 @@ def call_command(
     retries: Annotated[
         int,
         typer.Option(
-            help="Times that a request is sent again when the service is unavailable and says when to come."
-            " One that is full is asked again until the timeout."
+            help="Times that a request is sent again when the service is unavailable and says when to come,"
+            " or goes on in mid-text when its stream broke. One that is full is asked until the timeout."
         ),
     ] = 5,
     abort: Annotated[

@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 
 from cluster.call_requests import Call
 from cluster.generation import Generation
-from protos.inference_pb2 import AbortRequest, GenerateReply
+from protos.inference_pb2 import AbortRequest, GenerateReply, GenerateRequest
 from protos.inference_pb2_grpc import InferenceStub
 from protos.status import TaskError
 from protos.wire import CHANNEL_OPTIONS
@@ -31,6 +31,7 @@ OPTIONS: list[tuple[str, int]] = [
 ]
 MAX_SPREAD_SECONDS = 30.0  # of the pauses between attempts, beyond what the service asks for
 MIN_PAUSE_SECONDS = 0.01
+RESUME_PAUSE_SECONDS = 0.5  # where a connection is lost, which says nothing of when to come again
 _CLOCKS_SECONDS = 0.1  # gRPC counts the deadline by another clock
 
 Show = Callable[[Call, GenerateReply], None]
@@ -44,24 +45,48 @@ class Answer:
     choices: list[Generation] = field(default_factory=lambda: [Generation()])  # all n from Started on
     error: TaskError | None = None
     seconds: float = 0.0  # from the first sending to the end, pauses and all
+    request_id: str = ""  # by which the service knows the request, once it has said so
 
-    def take(self, reply: GenerateReply, seconds: float) -> None:
+    @property
+    def next_request(self) -> GenerateRequest:
+        """What to send: the call's request, or one that resumes it behind what has arrived."""
+        asked = self.call.request
+        if not self.has_output:
+            return asked
+        request = GenerateRequest()
+        request.CopyFrom(asked)
+        request.request_id = self.request_id
+        known = list(asked.resume_from) or [0] * len(self.choices)
+        request.resume_from[:] = [
+            first + len(choice.tokens) for first, choice in zip(known, self.choices, strict=True)
+        ]
+        return request
+
+    def take(self, reply: GenerateReply, seconds: float) -> bool:
         """Add what one reply says, so many seconds after the request was sent.
 
-        Raises TaskError for a choice that the request has not.
+        Returns False for what had been said before the stream was resumed. Raises TaskError for a choice that
+        the request has not.
         """
         event = reply.WhichOneof("event")
-        if event == "started":  # not sooner: n may be any number until the service has agreed to it
+        if event == "started":
+            if self.has_output:  # resumed
+                return False
+            # Not sooner: n may be any number until the service has agreed to it.
             self.choices = [Generation() for _ in range(max(1, self.call.request.n))]
+            self.request_id = reply.started.request_id
         if event in ("tokens", "finished"):
             choice = getattr(reply, event).choice
             if choice >= len(self.choices):
                 limit = f"it must lie in 0..{len(self.choices) - 1}"
                 raise TaskError.internal(f"choice of the service's reply is {choice}; {limit}")
+            if event == "finished" and self.choices[choice].finish_reason:
+                return False
             self.choices[choice].take(reply, seconds)
         else:
             for choice in self.choices:
                 choice.take(reply, seconds)
+        return True
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +117,8 @@ class Caller:
     ) -> None:
         """`timeout_seconds` is for calls that name none; `show` gets every reply as it arrives.
 
-        `max_retries` is for a service that is unavailable; a full one is waited for until the deadline.
+        `max_retries` is for a service that is unavailable, or gets lost in mid-text; a full one is waited for
+        until the deadline.
         """
         self._stub = InferenceStub(channel)
         self._timeout_seconds = timeout_seconds
@@ -101,6 +127,8 @@ class Caller:
 
     async def answer(self, call: Call) -> Answer:
         """Send a request, again where the service asks for it, and read to its end.
+
+        Where the stream breaks behind its first token, it is resumed behind what has arrived.
 
         Errors are in the answer. So is the cancellation of this task, which ends the request at the service.
         """
@@ -123,24 +151,29 @@ class Caller:
         # one still runs at the service is refused as running already: Abort must find one request of a name.
         num_unavailable = 0
         for num_retries in itertools.count():
-            answer.error = error = await self._send(answer, begun, deadline)
-            if error is None or answer.has_output:
+            is_resumed = answer.has_output
+            error = await self._send(answer, begun, deadline)
+            if is_resumed and error is not None and error.code is grpc.StatusCode.NOT_FOUND:
+                return  # the service is another one now: what has failed is what broke the stream
+            answer.error = error
+            if error is None or (answer.has_output and not answer.request_id):
                 return
             num_unavailable += error.code is grpc.StatusCode.UNAVAILABLE
             if num_unavailable > self._max_retries:
                 return
-            pause = retry_pause(error, num_retries, deadline - time.monotonic())
+            unasked = RESUME_PAUSE_SECONDS if answer.has_output else None
+            pause = retry_pause(error, num_retries, deadline - time.monotonic(), unasked)
             if pause is None:
                 return
             await asyncio.sleep(pause)
 
     async def _send(self, answer: Answer, begun: float, deadline: float) -> TaskError | None:
         """One attempt; returns how it failed."""
-        replies = self._stub.Generate(answer.call.request, timeout=deadline - time.monotonic())
+        replies = self._stub.Generate(answer.next_request, timeout=deadline - time.monotonic())
         try:
             async for reply in replies:
-                answer.take(reply, time.monotonic() - begun)
-                self._show(answer.call, reply)
+                if answer.take(reply, time.monotonic() - begun):
+                    self._show(answer.call, reply)
         except grpc.aio.AioRpcError as error:
             return _error_of(error)
         except TaskError as error:
@@ -177,13 +210,18 @@ def retry_seconds_of(error: TaskError) -> float | None:
     return None
 
 
-def retry_pause(error: TaskError, num_retries: int, left_seconds: float) -> float | None:
+def retry_pause(
+    error: TaskError, num_retries: int, left_seconds: float, unasked: float | None = None
+) -> float | None:
     """Seconds before the next attempt, of the `left_seconds` before the deadline; None for no attempt.
 
-    What the service asks for, and a random part on top, lest all that were refused together come together.
-    Its bound doubles with each attempt, but leaves the attempt half of the time that there is.
+    What the service asks for (`unasked` where it says nothing), and a random part on top, lest all that were
+    refused together come together. Its bound doubles with each attempt, but leaves the attempt half of the
+    time that there is.
     """
     asked = retry_seconds_of(error)
+    if asked is None:
+        asked = unasked
     if error.code not in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE) or asked is None:
         return None
     asked = max(asked, MIN_PAUSE_SECONDS)

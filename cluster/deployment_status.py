@@ -42,6 +42,7 @@ class ActorStatus:
     busy: BusyTime | None = None  # how much of its time its model was at work
     prefixes: PrefixCache | None = None  # what its sessions have taken over from others
     num_broken_rows: int = 0  # of p that were no distribution
+    notice: str | None = None  # what is odd though it serves, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def _workers(
             busy=health.busy if health.HasField("busy") else None,
             prefixes=health.prefixes if health.HasField("prefixes") else None,
             num_broken_rows=health.num_broken_rows,
+            notice=health.notice or None,
         )
 
 

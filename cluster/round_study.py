@@ -32,8 +32,10 @@ from coordinator.decoding import decode
 from coordinator.draft_length import LONGEST, DraftLength
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter, DraftSettings
+from coordinator.migrating import Target
 from coordinator.server import CoordinatorConfig, CoordinatorServer
 from coordinator.sessions import Session
+from coordinator.spreading import Spread
 from coordinator.usage import Tally
 from coordinator.verifying import Verifier, VerifySettings
 from coordinator.worker_client import WorkerClient
@@ -124,8 +126,9 @@ async def _echo_seconds(draft: WorkerClient, target: WorkerClient) -> float:
 
 
 async def _measure(clients: tuple[WorkerClient, WorkerClient], num_sessions: int, wish: Any) -> Measured:
-    drafter, verifier, policy = Drafter(clients[0], SETTINGS), Verifier(clients[1], PATIENCE), DraftPolicy()
-    drafter.num_sessions = verifier.num_sessions = num_sessions
+    drafter, policy = Drafter(clients[0], SETTINGS), DraftPolicy()
+    drafter.num_sessions = num_sessions
+    verifiers = Spread([Verifier(clients[1], PATIENCE)])
     rounds: list[tuple[float, float]] = []
     tally = Tally()
 
@@ -154,7 +157,8 @@ async def _measure(clients: tuple[WorkerClient, WorkerClient], num_sessions: int
                 rounds.append((now - last, (session.lap.draft_ns + session.lap.target_ns) / 1e9))
             last = now
 
-        await decode(session, drafter, verifier, policy, emit)
+        with verifiers.place() as place:
+            await decode(session, drafter, Target(place, PATIENCE), policy, emit)
 
     began, cpu = time.monotonic(), _cpu_seconds()
     await asyncio.gather(*(run(number) for number in range(num_sessions)))

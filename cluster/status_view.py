@@ -33,6 +33,7 @@ _COUNTS = (
     "num_fallbacks",
     "num_unusable_rows",
     "num_redraw_mismatches",
+    "num_migrations",
 )
 
 
@@ -88,9 +89,15 @@ def _table(actors: Sequence[ActorStatus]) -> Table:
             slots,
             "" if actor.num_sessions is None else str(actor.num_sessions),
             "" if actor.busy is None else f"{actor.busy.recent_share:.0%}",
-            Text(actor.problem, "red") if actor.problem else Text("healthy", "green"),
+            _health(actor),
         )
     return table
+
+
+def _health(actor: ActorStatus) -> Text:
+    if actor.problem:
+        return Text(actor.problem, "red")
+    return Text(actor.notice, "yellow") if actor.notice else Text("healthy", "green")
 
 
 def _cost(cost: PassCost) -> str:
@@ -138,6 +145,7 @@ def _faults(totals: Totals, num_broken_rows: int) -> list[str]:
         "rounds without the drafter, which failed": totals.num_fallbacks,
         "unusable rows of q": totals.num_unusable_rows,
         "drafts that are not their rows'": totals.num_redraw_mismatches,
+        "moves to another target": totals.num_migrations,
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
 

@@ -20,6 +20,7 @@ from coordinator.timeline import Timeline
 from coordinator.worker_client import WorkerClient
 from protos.authorization import require
 from protos.control_pb2 import (
+    Circuit,
     DeploymentStatus,
     GetDeploymentStatusRequest,
     Spans,
@@ -40,6 +41,14 @@ class Worker(Protocol):
     @property
     def problem(self) -> str:
         """What is wrong with it, in words; empty when nothing is."""
+
+    @property
+    def notice(self) -> str:
+        """What is odd about it though it serves, in words."""
+
+    @property
+    def circuit(self) -> "Circuit":
+        """Whether sessions ask it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class ControlService(ControlServicer):
         """See control.proto."""
         await self._require_token(context)
         asked = [
-            _ask(client, worker.problem, worker.num_sessions)
+            _ask(client, worker)
             for fleet in self._fleets
             for client, worker in zip(fleet.clients, fleet.workers, strict=True)
         ]
@@ -100,11 +109,17 @@ class ControlService(ControlServicer):
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
 
-async def _ask(client: WorkerClient, problem: str, num_sessions: int) -> WorkerHealth:
-    """What the worker says of itself, or what is wrong with it; `problem` is what its sessions know."""
+async def _ask(client: WorkerClient, worker: Worker) -> WorkerHealth:
+    """What the worker says of itself, or what is wrong with it, and what its sessions know."""
     health = WorkerHealth(
-        role=client.role, model=client.model_name, address=client.address, num_sessions=num_sessions
+        role=client.role,
+        model=client.model_name,
+        address=client.address,
+        num_sessions=worker.num_sessions,
+        circuit=worker.circuit,
+        notice=worker.notice,
     )
+    problem = worker.problem
     try:
         status = await client.status(STATUS_SECONDS)
     except TaskError as error:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from coordinator.draft_length import draft_limit
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter
+from coordinator.migrating import Target, UnreadableProposal
 from coordinator.sessions import Session
-from coordinator.verifying import UnreadableProposal, Verifier
 from protos.inference_pb2 import Origin
 from protos.wire import unpack_tokens
 from protos.worker_pb2 import Proposal
@@ -19,19 +19,19 @@ Emit = Callable[[Sequence[tuple[int, "Origin"]]], None]
 
 
 async def decode(
-    session: Session, drafter: Drafter | None, verifier: Verifier, policy: DraftPolicy, emit: Emit
+    session: Session, drafter: Drafter | None, target: Target, policy: DraftPolicy, emit: Emit
 ) -> None:
     """Run rounds until `session.finish_reason` is set, giving `emit` each round's committed tokens.
 
     `policy` fixes K where the session leaves it open. Slots are freed however it ends. Raises TaskError when
-    the target cannot go on.
+    no target goes on.
     """
     try:
         while session.finish_reason is None:
             session.begin_round()
-            proposal = await _propose(session, drafter, verifier, policy)
+            proposal = await _propose(session, drafter, target, policy)
             try:
-                verdict = await verifier.verify(session, proposal)
+                verdict = await target.verify(session, proposal)
             except UnreadableProposal as fault:
                 assert drafter is not None, "somebody made the proposal"
                 drafter.blame(session, str(fault))
@@ -39,21 +39,21 @@ async def decode(
             drafts = unpack_tokens(proposal.tokens, "proposal.tokens")
             emit(session.commit(drafts, len(proposal.rows), verdict))
             policy.learn(session, len(drafts), verdict.num_accepted, verdict.sum_min_pq)
-            if drafter is not None and verdict.num_redraw_mismatches:
-                drafter.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
+            if drafter is not None:
+                drafter.learn(session, len(drafts), verdict)
     finally:
         policy.forget(session)
-        verifier.forget(session)
+        target.forget(session)
         if drafter is not None:
             drafter.forget(session)
 
 
 async def _propose(
-    session: Session, drafter: Drafter | None, verifier: Verifier, policy: DraftPolicy
+    session: Session, drafter: Drafter | None, target: Target, policy: DraftPolicy
 ) -> Proposal:
     """K is fixed before the first draw, from committed history and measured times alone."""
     if drafter is None:
         return Proposal()
     limit = draft_limit(session.num_remaining, len(session.tokens), drafter.max_length)
-    k = policy.choose(session, drafter, verifier, min(session.num_draft_tokens, limit))
+    k = policy.choose(session, drafter, target.verifier, min(session.num_draft_tokens, limit))
     return await drafter.propose(session, k)

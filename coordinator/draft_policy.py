@@ -70,7 +70,9 @@ class DraftPolicy:
         k = limit
         if session.draft_length is not None:
             k = min(limit, LONGEST)
-            crew.sessions.add(session)
+            if session not in crew.sessions:
+                self.forget(session)  # it may have been moved to this target
+                crew.sessions.add(session)
             k = min(UNKNOWN, k) if pace is None or k == 0 else self._best(session, pace, k)
         if k:
             shared = crew.shared_length.last if session.draft_length is not None else None

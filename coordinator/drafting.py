@@ -12,18 +12,26 @@ from dataclasses import dataclass
 
 import grpc
 
+from coordinator.acceptance import History
+from coordinator.circuit import Circuit
+from coordinator.patience import Patience
 from coordinator.sessions import Session
 from coordinator.timeline import Timeline
 from coordinator.turns import Turns
 from coordinator.worker_client import WorkerClient
+from protos.control_pb2 import CIRCUIT_CLOSED, CIRCUIT_OPEN
+from protos.control_pb2 import Circuit as CircuitState
+from protos.pass_cost import PassShape
 from protos.status import TaskError
 from protos.wire import unpack_tokens
-from protos.worker_pb2 import DraftResult, DraftTask, Encoding, Proposal
+from protos.worker_pb2 import DraftResult, DraftTask, Encoding, Proposal, VerifyResult
 
 logger = logging.getLogger(__name__)
 
 # Beyond the task's own time: the drafter stops before its next draw, and its answer must still travel.
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 0.25
+USUAL_MULTIPLE = 4.0  # of what K passes and the wire take by their measures, before a proposal is late
+LONGEST_SECONDS = 10.0  # that what is usual may make of it
 MAX_CATCH_UP_TOKENS = 256  # a drafter that lacks more takes them in by a task without draws
 FAULT_PAUSE_SECONDS = 30.0  # without a drafter whose tokens are not those of its rows
 
@@ -35,7 +43,7 @@ class DraftSettings:
     encoding: "Encoding"
     support: int  # ids that a sparse row may have
     vocab_size: int  # the target's: no id from there on is proposed
-    timeout_seconds: float  # of one proposal
+    timeout_seconds: float  # of one proposal, where it does not usually take longer
     prefill_timeout_seconds: float
 
 
@@ -55,20 +63,29 @@ class Drafter:
         self.turns = Turns()  # of those that draft
         self._seated: set[str] = set()  # sessions that have one of the drafter's slots
         self._prefills: dict[str, asyncio.Task[None]] = {}
-        self._not_before = 0.0
-        self._last_fault = ""
-        self._num_failures = 0
+        self._circuit = Circuit()
+        self._patience = Patience()
+        self._history = History()
 
     @property
     def is_ready(self) -> bool:
         """Whether the drafter would be asked now."""
-        return self.client.is_connected and not self.problem
+        return self.client.is_connected and self._circuit.state != CIRCUIT_OPEN
+
+    @property
+    def circuit(self) -> "CircuitState":
+        """Who asks the drafter: all, nobody, or one session at a time."""
+        return self._circuit.state
 
     @property
     def problem(self) -> str:
         """Why the drafter is left alone at the moment, in words; empty when it is not."""
-        seconds = self._not_before - time.monotonic()
-        return f"left alone for {seconds:.0f} s more: {self._last_fault}" if seconds > 0 else ""
+        return self._circuit.problem
+
+    @property
+    def notice(self) -> str:
+        """What is odd about a drafter that answers, in words."""
+        return self._history.warning
 
     def num_unread(self, session: Session) -> int:
         """Tokens that the drafter must read, by a task of its own, before it drafts; 0 where they are few."""
@@ -92,16 +109,20 @@ class Drafter:
             self.turns.leave()
 
     async def _draft(self, session: Session, num_draft_tokens: int) -> Proposal:
-        if self.problem:  # since the session's turn was due
+        attempt = self._circuit.enter()
+        if attempt is None:  # since the session's turn was due
             session.tally.num_fallbacks += 1
             return Proposal()
         asked_ns = time.monotonic_ns()
         try:
-            reply = await self._ask(session, num_draft_tokens, self._settings.timeout_seconds)
-            proposal = reply.proposal
-            if not proposal.tokens:
+            seconds = self._seconds_for(session, num_draft_tokens)
+            reply = await self._ask(session, num_draft_tokens, seconds)
+            self._patience.learn((time.monotonic_ns() - asked_ns) / 1e9)
+            if not reply.proposal.tokens:
                 raise TaskError.unavailable("the drafter drew nothing")
             session.lap.count_draft(time.monotonic_ns() - asked_ns, reply.times.total_ns)
+            self._circuit.succeeded(attempt)
+            return reply.proposal
         except TaskError as error:
             session.lap.count_draft(time.monotonic_ns() - asked_ns, 0)
             session.tally.num_fallbacks += 1
@@ -109,10 +130,32 @@ class Drafter:
                 logger.warning("session %s goes on without drafts: %s", session.id, error.message)
                 self._give_up(session)
             elif error.worker_length is None:
-                self._failed(error)
+                self._failed(attempt, error)
             return Proposal()
-        self._num_failures = 0
-        return proposal
+        finally:
+            self._circuit.leave(attempt)
+
+    def _seconds_for(self, session: Session, num_draft_tokens: int) -> float:
+        """How long a proposal may take: as configured, or longer where that is usual.
+
+        What is usual is told by the drafter's own costs, for all its sessions in one pass, and by what
+        proposals have taken, which may have stood behind prompts.
+        """
+        expected, cost = 0.0, self.client.cost
+        if cost is not None:
+            num_sessions, length = max(self.num_sessions, 1), len(session.tokens)
+            step = cost.pass_seconds(PassShape(num_sessions, num_sessions * length, num_sessions))
+            expected = num_draft_tokens * step + self.client.wire.seconds
+        usual = max(USUAL_MULTIPLE * expected, self._patience.seconds)
+        return max(self._settings.timeout_seconds, min(usual, LONGEST_SECONDS))
+
+    def learn(self, session: Session, num_drafts: int, verdict: VerifyResult) -> None:
+        """What the target found of `num_drafts` tokens of this drafter's."""
+        if verdict.num_redraw_mismatches:
+            self.blame(session, f"{verdict.num_redraw_mismatches} tokens are not those of their rows")
+        num_judged = min(verdict.num_accepted + 1, num_drafts)
+        if num_judged and self._history.learn(num_judged, verdict.sum_min_pq):
+            logger.warning("the drafter at %s: %s", self.client.address, self._history.warning)
 
     def blame(self, session: Session, fault: str) -> None:
         """The target found the drafter at fault: leave it alone for a while.
@@ -120,8 +163,7 @@ class Drafter:
         What it drew before is judged and kept, so nothing hangs on which of its tokens were at fault.
         """
         logger.error("the drafter is at fault in session %s: %s", session.id, fault)
-        self._not_before = time.monotonic() + FAULT_PAUSE_SECONDS
-        self._last_fault = fault
+        self._circuit.open(FAULT_PAUSE_SECONDS, fault)
 
     def forget(self, session: Session) -> None:
         """The session is over."""
@@ -147,7 +189,7 @@ class Drafter:
             if len(self._seated) >= self.num_slots:
                 return False
             self._seated.add(session.id)
-        if time.monotonic() < self._not_before:
+        if not self._circuit.lets_in:
             session.tally.num_fallbacks += 1
             return False
         if session.id in self._prefills:
@@ -157,18 +199,26 @@ class Drafter:
         if not self.client.is_connected:
             session.tally.num_fallbacks += 1
             return False
-        self._prefills[session.id] = asyncio.create_task(self._prefill(session))
+        seconds = self._settings.prefill_timeout_seconds
+        if self._circuit.state != CIRCUIT_CLOSED:  # nobody else asks meanwhile
+            seconds = min(seconds, LONGEST_SECONDS)
+        attempt = self._circuit.enter()
+        assert attempt is not None, "it lets in"
+        prefill = asyncio.create_task(self._prefill(session, attempt, seconds))
+        prefill.add_done_callback(lambda _: self._circuit.leave(attempt))  # also of one that never began
+        self._prefills[session.id] = prefill
         return False
 
-    async def _prefill(self, session: Session) -> None:
+    async def _prefill(self, session: Session, attempt: int, timeout_seconds: float) -> None:
         """A task of its own, without draws."""
         try:
-            await self._ask(session, 0, self._settings.prefill_timeout_seconds)
+            await self._ask(session, 0, timeout_seconds)
+            self._circuit.answered(attempt)
         except TaskError as error:
             if error.code is grpc.StatusCode.INVALID_ARGUMENT:
                 self._give_up(session)
             else:
-                self._failed(error)
+                self._failed(attempt, error)
         finally:
             self._prefills.pop(session.id, None)
 
@@ -206,12 +256,7 @@ class Drafter:
             self._timeline.record("draft", client.address, task, asked_ns, reply)
         return reply.draft
 
-    def _failed(self, error: TaskError) -> None:
-        """Wait longer after each failure in a row, so that a broken drafter costs little."""
-        if time.monotonic() < self._not_before:
-            return  # sessions that fail together are one failure
-        self._num_failures += 1
-        pause = min(0.1 * 2.0 ** min(self._num_failures, 10), FAULT_PAUSE_SECONDS)
-        self._not_before = time.monotonic() + pause
-        self._last_fault = error.message
-        logger.warning("the drafter failed, asked again in %.1f s: %s", pause, error.message)
+    def _failed(self, attempt: int, error: TaskError) -> None:
+        pause = self._circuit.failed(attempt, error.message)
+        if pause is not None:
+            logger.warning("the drafter failed, asked again in %.1f s: %s", pause, error.message)

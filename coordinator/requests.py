@@ -4,8 +4,10 @@ Knows the public message and the deployment's limits. What is not supported is r
 caller asked for is dropped in silence.
 """
 
+import hashlib
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -51,6 +53,7 @@ class Order:
     """A request with every default filled in and every field checked."""
 
     request_id: str
+    body_digest: bytes  # of the message that it was read from
     prompt: list[int]
     max_tokens: int
     sampling: Sampling
@@ -80,6 +83,7 @@ def read_request(request: GenerateRequest, text: Text | None, limits: Limits) ->
     most = min(LONGEST, limits.max_num_draft_tokens) if is_auto else limits.num_draft_tokens
     return Order(
         request_id=request.request_id or secrets.token_hex(8),
+        body_digest=_body_digest(request),
         prompt=prompt,
         max_tokens=max_tokens,
         sampling=Sampling(
@@ -95,6 +99,37 @@ def read_request(request: GenerateRequest, text: Text | None, limits: Limits) ->
         rule=_rule(request.rule or limits.rule),
         ignore_end_tokens=request.ignore_end_tokens,
     )
+
+
+def check_resumption(request: GenerateRequest, order: Order, num_tokens: Sequence[int]) -> None:
+    """Raise TaskError(INVALID_ARGUMENT) unless the order's stream can go on from where the request says.
+
+    `num_tokens` are committed by choice.
+    """
+    if _body_digest(request) != order.body_digest:
+        raise TaskError.invalid(
+            "request_id",
+            f"is {order.request_id!r}, a request with another body; but for resume_from it must be the same",
+        )
+    start = request.resume_from
+    if len(start) != len(num_tokens):
+        raise TaskError.invalid(
+            "resume_from", f"has {len(start)} entries; the request has {len(num_tokens)} choices"
+        )
+    for choice, (wanted, committed) in enumerate(zip(start, num_tokens, strict=True)):
+        if wanted > committed:
+            raise TaskError.invalid(
+                "resume_from", f"is {wanted} for choice {choice}, of which {committed} tokens are committed"
+            )
+
+
+def _body_digest(request: GenerateRequest) -> bytes:
+    """Names what is asked for, whatever the request is called and wherever its stream begins."""
+    body = GenerateRequest()
+    body.CopyFrom(request)
+    body.ClearField("request_id")
+    body.ClearField("resume_from")
+    return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
 def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) -> list[int]:

@@ -15,10 +15,12 @@ from grpc_reflection.v1alpha import reflection
 from pydantic import Field, SecretStr
 
 from coordinator.admission import Admission
+from coordinator.choices import Choices
 from coordinator.control import ControlService, Fleet
 from coordinator.draft_length import LONGEST
 from coordinator.draft_policy import DraftPolicy
 from coordinator.drafting import Drafter, DraftSettings
+from coordinator.kept_requests import KeepSettings
 from coordinator.requests import Limits
 from coordinator.service import InferenceService
 from coordinator.spreading import Spread
@@ -59,11 +61,15 @@ class CoordinatorConfig(Binding):
     default_max_tokens: int = Field(default=256, ge=1)
     max_choices: int = Field(default=64, ge=1)
     max_waiting_sessions: int = Field(default=256, ge=0)
-    draft_timeout_seconds: float = Field(default=10.0, gt=0)
+    draft_timeout_seconds: float = Field(default=0.25, gt=0)  # of a proposal, or longer where that is usual
     draft_prefill_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_timeout_seconds: float = Field(default=120.0, gt=0)
     verify_prefill_timeout_seconds: float = Field(default=600.0, gt=0)
     target_patience_seconds: float = Field(default=30.0, ge=0)  # how long a session waits for a lost target
+    max_migrations: int = Field(default=3, ge=0)  # of a session, to other targets when its own is lost
+    resume_seconds: float = Field(default=60.0, ge=0)  # how long a request without a stream can be resumed
+    max_kept_requests: int = Field(default=1024, ge=0)  # that wait for it; the oldest are forgotten
+    max_kept_tokens: int = Field(default=1 << 18, ge=0)  # of all of them, prompts included
 
 
 class CoordinatorServer:
@@ -123,6 +129,7 @@ class CoordinatorServer:
             config.verify_timeout_seconds,
             config.verify_prefill_timeout_seconds,
             config.target_patience_seconds,
+            config.max_migrations,
         )
         timeline = self._timeline = Timeline()
         verifiers = Spread([Verifier(client, verify_settings, timeline) for client in targets])
@@ -137,24 +144,34 @@ class CoordinatorServer:
         wanted = LONGEST if config.num_draft_tokens == AUTO else config.num_draft_tokens
         num_draft_tokens = min(wanted, max_num_draft_tokens)
         max_length = min(client.info.max_length for client in targets)
-        self._service = InferenceService(
-            policy=DraftPolicy(config.num_groups),
+        limits = Limits(
+            vocab_size=target.vocab_size,
+            max_length=max_length,
+            max_choices=config.max_choices,
+            max_num_draft_tokens=max_num_draft_tokens,
+            default_max_tokens=min(config.default_max_tokens, max_length),
+            num_draft_tokens=num_draft_tokens,
+            auto_draft_tokens=is_auto,
+            rule=config.rule,
+        )
+        admission = Admission(max_running, config.max_waiting_sessions)
+        choices = Choices(
             coordinator=self._id,
+            policy=DraftPolicy(config.num_groups),
             drafters=drafters,
             verifiers=verifiers,
+            verify_settings=verify_settings,
             text=self._text,
-            limits=Limits(
-                vocab_size=target.vocab_size,
-                max_length=max_length,
-                max_choices=config.max_choices,
-                max_num_draft_tokens=max_num_draft_tokens,
-                default_max_tokens=min(config.default_max_tokens, max_length),
-                num_draft_tokens=num_draft_tokens,
-                auto_draft_tokens=is_auto,
-                rule=config.rule,
-            ),
+            limits=limits,
             end_token_ids=target.end_token_ids,
-            admission=Admission(max_running, config.max_waiting_sessions),
+            admission=admission,
+        )
+        self._service = InferenceService(
+            choices=choices,
+            text=self._text,
+            limits=limits,
+            admission=admission,
+            keep=KeepSettings(config.resume_seconds, config.max_kept_requests, config.max_kept_tokens),
             info=ModelInfo(
                 target_model=target.model,
                 draft_model=drafts[0].info.model if drafts else "",

@@ -1,67 +1,37 @@
 """The public Inference service: requests in, events out as rounds commit tokens.
 
-Knows requests, their choices and their ends; the decoding loop does the work. Every way out of a request
-(its end, an error, Abort, a client that is gone, a deadline) frees what it held.
+Knows requests, the streams that read them and their ends; choices are decoded elsewhere. Every way out of a
+request (its end, an error, Abort, a client that is gone, a deadline) frees what it held at the workers. What
+it has said is kept for a while, and a request that is not complete goes on when it is resumed.
 """
 
 import asyncio
 import contextlib
-import itertools
-import logging
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 
 import grpc
 from grpc_status import rpc_status
 
 from coordinator.admission import Admission
-from coordinator.decoding import decode
-from coordinator.draft_length import DraftLength
-from coordinator.draft_policy import DraftPolicy
-from coordinator.drafting import Drafter
-from coordinator.requests import Limits, Order, read_request
-from coordinator.sessions import Session
-from coordinator.spreading import Spread
+from coordinator.choices import Choices, Request
+from coordinator.kept_requests import KeepSettings, KeptRequests
+from coordinator.requests import Limits, check_resumption, read_request
 from coordinator.text import Text
-from coordinator.text_stream import TextStream
 from coordinator.usage import Tally, totals_of, usage_of
-from coordinator.verifying import Verifier
 from protos.control_pb2 import Totals
 from protos.inference_pb2 import (
-    FINISH_REASON_ABORT,
     AbortReply,
     AbortRequest,
-    Finished,
     GenerateReply,
     GenerateRequest,
     GetModelInfoRequest,
     ModelInfo,
-    Origin,
     Started,
-    Token,
-    Tokens,
 )
 from protos.inference_pb2_grpc import InferenceServicer
-from protos.prefix import TokenPrefix
 from protos.status import TaskError
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A running request: its choices' tasks, what they have to say, what they count."""
-
-    order: Order
-    prompt: TokenPrefix
-    tally: Tally = field(default_factory=Tally)
-    events: "asyncio.Queue[GenerateReply | TaskError | _Aborted]" = field(default_factory=asyncio.Queue)
-    tasks: "list[asyncio.Task[None]]" = field(default_factory=list)
-
-
-class _Aborted(Exception):
-    """Somebody called Abort."""
+Write = Callable[[GenerateReply], Awaitable[None]]
 
 
 class InferenceService(InferenceServicer):
@@ -70,34 +40,27 @@ class InferenceService(InferenceServicer):
     def __init__(
         self,
         *,
-        coordinator: str,
-        policy: DraftPolicy,
-        drafters: Spread[Drafter] | None,
-        verifiers: Spread[Verifier],
+        choices: Choices,
         text: Text | None,
         limits: Limits,
-        end_token_ids: Sequence[int],
         admission: Admission,
+        keep: KeepSettings,
         info: ModelInfo,
     ) -> None:
-        """`coordinator` names this coordinator and its life; `info` is completed with live counts."""
-        self._coordinator = coordinator
-        self._drafters = drafters
-        self._verifiers = verifiers
+        """`info` is completed with live counts."""
+        self._choices = choices
         self._text = text
         self._limits = limits
-        self._end_token_ids = frozenset(end_token_ids)
         self._admission = admission
         self._info = info
-        self._session_numbers = itertools.count(1)
-        self._policy = policy
-        self._running: dict[str, _Request] = {}
+        self._running: dict[str, Request] = {}
+        self._kept: KeptRequests[Request] = KeptRequests(keep)
         self._num_requests = 0
         self._finished = Tally()
 
     @property
     def num_running(self) -> int:
-        """Requests that are not complete."""
+        """Requests that are decoded, or have a stream that is not complete."""
         return len(self._running)
 
     @property
@@ -118,11 +81,9 @@ class InferenceService(InferenceServicer):
         return totals_of(tally, self._num_requests)
 
     async def end(self) -> None:
-        """End what still runs, and release its sessions."""
-        tasks = [task for running in self._running.values() for task in running.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what still runs, release its sessions, and keep nothing."""
+        await self._choices.end()
+        self._kept.clear()
 
     async def Generate(
         self,
@@ -135,9 +96,7 @@ class InferenceService(InferenceServicer):
         the garbage collector, and its request with it.
         """
         try:
-            async with contextlib.aclosing(self._generate(request)) as replies:
-                async for reply in replies:
-                    await context.write(reply)
+            await self._stream(request, context.write)
         except TaskError as error:
             await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
@@ -147,10 +106,9 @@ class InferenceService(InferenceServicer):
         """See inference.proto."""
         running = self._running.get(request.request_id)
         if running is None:
+            self._kept.forget(request.request_id)
             return AbortReply(aborted=False)
-        for task in running.tasks:  # now: the stream may be held up by a client that does not read
-            task.cancel()
-        running.events.put_nowait(_Aborted())
+        running.abort()  # now: the stream may be held up by a client that does not read
         return AbortReply(aborted=True)
 
     async def GetModelInfo(
@@ -165,95 +123,53 @@ class InferenceService(InferenceServicer):
         info.num_waiting_sessions = self.num_waiting_sessions
         return info
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateReply, None]:
-        order = await asyncio.to_thread(read_request, request, self._text, self._limits)
-        if order.request_id in self._running:
-            raise TaskError.invalid("request_id", f"is {order.request_id!r}, which is running already")
-        self._admission.admit(order.num_choices)
-        self._num_requests += 1
-        running = self._running[order.request_id] = _Request(order, TokenPrefix(order.prompt))
-        for choice in range(order.num_choices):
-            task = asyncio.create_task(self._run_choice(running, choice))
-            task.add_done_callback(lambda _: self._admission.leave())  # also of a task that never began
-            running.tasks.append(task)
+    async def _stream(self, message: GenerateRequest, write: Write) -> None:
+        """One stream that reads a request, from its beginning or from where the message says."""
+        request = self._resume(message) if message.resume_from else await self._begin(message)
+        order, transcript = request.order, request.transcript
+        stream = transcript.begin_stream()
         try:
-            yield GenerateReply(
-                started=Started(
-                    request_id=order.request_id, seed=order.seed, num_prompt_tokens=len(order.prompt)
-                )
+            started = Started(
+                request_id=order.request_id, seed=order.seed, num_prompt_tokens=len(order.prompt)
             )
-            unfinished = set(range(order.num_choices))
-            while unfinished:
-                event = await running.events.get()
-                if isinstance(event, _Aborted):
-                    break
-                if isinstance(event, TaskError):
-                    raise event
-                if event.HasField("finished"):
-                    unfinished.remove(event.finished.choice)
-                yield event
-            for choice in sorted(unfinished):
-                yield GenerateReply(finished=Finished(choice=choice, reason=FINISH_REASON_ABORT))
-            yield GenerateReply(usage=usage_of(running.tally, len(order.prompt)))
+            await write(GenerateReply(started=started))
+            start = list(message.resume_from) or [0] * order.num_choices
+            async with contextlib.aclosing(transcript.read(stream, start)) as events:
+                async for event in events:
+                    await write(event)
+            self._settle(request)
+            await write(GenerateReply(usage=usage_of(request.past, len(order.prompt))))
         finally:
-            for task in running.tasks:
-                task.cancel()
-            try:
-                await asyncio.gather(*running.tasks, return_exceptions=True)
-            finally:  # also when the call is cancelled once more
-                self._finished.add(running.tally)
-                del self._running[order.request_id]
+            if transcript.is_read_by(stream):
+                self._settle(request)
 
-    async def _run_choice(self, running: _Request, choice: int) -> None:
-        """Decode one choice; whatever becomes of it is told to the request's events."""
-        session = self._open_session(running, choice)
-        text = self._text.stream() if self._text is not None else None
+    async def _begin(self, message: GenerateRequest) -> Request:
+        order = await asyncio.to_thread(read_request, message, self._text, self._limits)
+        name = order.request_id
+        if name in self._running:
+            raise TaskError.invalid("request_id", f"is {name!r}, which is running already")
+        request = self._running[name] = self._choices.begin(order)
+        self._kept.forget(name)  # an earlier request of this name
+        self._num_requests += 1
+        return request
 
-        def emit(committed: Sequence[tuple[int, "Origin"]]) -> None:
-            tokens = [_token(token, origin, text) for token, origin in committed]
-            running.events.put_nowait(GenerateReply(tokens=Tokens(choice=choice, tokens=tokens)))
+    def _resume(self, message: GenerateRequest) -> Request:
+        """The request that is named, decoded again where it is not complete. Raises TaskError."""
+        name = message.request_id
+        request = self._running.get(name) or self._kept.get(name)
+        if request is None:
+            raise TaskError.unknown("request_id", name)
+        check_resumption(message, request.order, request.transcript.num_tokens)
+        if name not in self._running and request.transcript.unfinished:
+            self._choices.go_on(request)
+            self._kept.forget(name)
+            self._running[name] = request
+        return request
 
-        try:
-            async with self._admission.turn(), self._verifiers.place_in_slot() as verifier:
-                with self._place_drafter(session) as drafter:
-                    await decode(session, drafter, verifier, self._policy, emit)
-            assert session.finish_reason is not None, "decode returns when the session is finished"
-            rest = text.flush() if text is not None else ""
-            finished = Finished(choice=choice, reason=session.finish_reason, text=rest)
-            running.events.put_nowait(GenerateReply(finished=finished))
-        except TaskError as error:
-            running.events.put_nowait(error)
-        except Exception:  # a fault of ours: the trace to the log, an id to the caller
-            fault_id = uuid.uuid4().hex[:12]
-            logger.exception("session %s failed (fault %s)", session.id, fault_id)
-            fault = TaskError.internal(
-                f"the request failed; the coordinator's log has it as fault {fault_id}"
-            )
-            running.events.put_nowait(fault)
-
-    def _place_drafter(self, session: Session) -> contextlib.AbstractContextManager[Drafter | None]:
-        if self._drafters is None or not session.wants_drafts:
-            return contextlib.nullcontext()
-        return self._drafters.place()
-
-    def _open_session(self, running: _Request, choice: int) -> Session:
-        order = running.order
-        return Session(
-            id=f"{self._coordinator}/{next(self._session_numbers)}",
-            choice=choice,
-            seed=order.seed,
-            tokens=running.prompt.copy(),
-            num_prompt_tokens=len(order.prompt),
-            max_tokens=order.max_tokens,
-            max_length=self._limits.max_length,
-            end_token_ids=frozenset() if order.ignore_end_tokens else self._end_token_ids,
-            sampling=order.sampling,
-            rule=order.rule,
-            num_draft_tokens=order.num_draft_tokens,
-            tally=running.tally,
-            draft_length=DraftLength() if order.auto_draft_tokens else None,
-        )
-
-
-def _token(token: int, origin: "Origin", text: TextStream | None) -> Token:
-    return Token(id=token, text=text.push(token) if text is not None else "", origin=origin)
+    def _settle(self, request: Request) -> None:
+        """Nobody reads the request any more, or nothing is to come: free what it holds, keep what it said."""
+        name = request.order.request_id
+        if self._running.get(name) is request:
+            del self._running[name]
+            self._finished.add(request.interrupt())
+            self._kept.keep(name, request)

@@ -90,6 +90,7 @@ class Session:
     draft_length: DraftLength | None = None  # what chooses K; None: it is as wanted
     likeness: Likeness = field(default_factory=Likeness)
     round: int = 0
+    num_migrations: int = 0  # from one target to another
     finish_reason: "FinishReason | None" = None
     target_seat: Seat = field(default_factory=Seat)
     draft_seat: Seat = field(default_factory=Seat)

@@ -21,6 +21,7 @@ class Tally:
     num_judged_tokens: int = 0  # draft tokens up to the first rejection of their round
     sum_min_pq: float = 0.0  # over judged tokens
     num_redraw_mismatches: int = 0
+    num_migrations: int = 0
     num_timed_rounds: int = 0  # see RoundTimes
     draft_ns: int = 0
     wire_ns: int = 0
@@ -65,6 +66,7 @@ def usage_of(tally: Tally, num_prompt_tokens: int) -> Usage:
         num_unusable_rows=tally.num_unusable_rows,
         num_judged_tokens=tally.num_judged_tokens,
         num_redraw_mismatches=tally.num_redraw_mismatches,
+        num_migrations=tally.num_migrations,
         times=RoundTimes(
             num_rounds=tally.num_timed_rounds,
             draft_ns=tally.draft_ns,
@@ -93,4 +95,5 @@ def totals_of(tally: Tally, num_requests: int) -> Totals:
         num_fallbacks=tally.num_fallbacks,
         num_unusable_rows=tally.num_unusable_rows,
         num_redraw_mismatches=tally.num_redraw_mismatches,
+        num_migrations=tally.num_migrations,
     )

@@ -1,32 +1,17 @@
-"""Has the target judge a proposal, and keeps asking while the target is away.
+"""Has one target judge a proposal, once.
 
-Knows the target's client and how long to persist. A proposal is frozen once it is sent: every retry carries
-the same bytes, and the target answers a round that it has answered before with the same verdict.
+Knows the target's client and what an answer must be like; not what is done about a target that gives none.
 """
 
-import asyncio
 import time
 from dataclasses import dataclass
-
-import grpc
 
 from coordinator.sessions import Session
 from coordinator.timeline import Timeline
 from coordinator.worker_client import WorkerClient
+from protos.control_pb2 import CIRCUIT_UNSPECIFIED, Circuit
 from protos.status import TaskError
-from protos.wire import digest
-from protos.worker_pb2 import Proposal, VerifyResult, VerifyTask
-
-PASSING = frozenset(  # what may be over a moment later
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.DATA_LOSS,
-        grpc.StatusCode.ABORTED,
-    }
-)
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
+from protos.worker_pb2 import VerifyResult, VerifyTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +21,7 @@ class VerifySettings:
     timeout_seconds: float  # of one attempt
     prefill_timeout_seconds: float  # of one attempt where the target holds nothing of the session
     patience_seconds: float  # of a round, from when its target was lost
-
-
-class UnreadableProposal(Exception):
-    """The target cannot read a proposal, so nobody has judged it and no coin was looked at.
-
-    Its drafter is at fault. Going on without it assumes, as with a loss, that the fault hangs on no token.
-    """
+    max_migrations: int = 3  # of a session, to other targets
 
 
 class Verifier:
@@ -68,50 +47,25 @@ class Verifier:
         """What its sessions know against the target: nothing that its connection does not show."""
         return ""
 
-    async def verify(self, session: Session, proposal: Proposal) -> VerifyResult:
-        """The verdict on a proposal, which may be empty.
+    @property
+    def notice(self) -> str:
+        """What is odd about a target that answers: nothing that its sessions see."""
+        return ""
 
-        Raises UnreadableProposal, or TaskError when the target refuses for good (what it said) or stays away
-        longer than the patience (UNAVAILABLE).
-        """
-        task = VerifyTask(
-            proposal=proposal,
-            digest=digest(proposal),
-            sampling=session.sampling,
-            seed=session.seed,
-            draft_key=session.draft_key,
-            choice=session.choice,
-            rule=session.rule,
-        )
-        begun_ns = time.monotonic_ns()
-        give_up: float | None = None
-        pause = FIRST_PAUSE_SECONDS
-        while True:
-            asked = time.monotonic()
-            try:
-                result = await self._ask(session, task)
-                session.lap.count_target(time.monotonic_ns() - begun_ns, result.times.total_ns)
-                return result
-            except TaskError as error:
-                if error.worker_length is not None:
-                    continue  # send the tokens from there, at once
-                if error.code is grpc.StatusCode.INVALID_ARGUMENT and proposal.ByteSize():
-                    raise UnreadableProposal(error.message) from None
-                if error.code not in PASSING:
-                    raise
-                if give_up is None:
-                    is_silent = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-                    give_up = (asked if is_silent else time.monotonic()) + self._settings.patience_seconds
-                if time.monotonic() >= give_up:
-                    raise TaskError.unavailable(f"the target gives no verdict: {error.message}") from None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    @property
+    def circuit(self) -> "Circuit":
+        """None: a target is asked until patience ends."""
+        return CIRCUIT_UNSPECIFIED
 
     def forget(self, session: Session) -> None:
         """The session is over."""
         self.client.release(session.id)
 
-    async def _ask(self, session: Session, task: VerifyTask) -> VerifyResult:
+    async def ask(self, session: Session, task: VerifyTask) -> VerifyResult:
+        """The verdict on the task's proposal; `task` gets to say where the session stands.
+
+        Raises TaskError: what the target said, what is wrong with its answer, or that there is none.
+        """
         client, seat = self.client, session.target_seat
         info, length = client.info, len(session.tokens)
         is_prefill = seat.epoch != info.epoch or seat.length == 0

@@ -37,7 +37,8 @@ from protos.worker_pb2 import PassCost as PassCostMessage
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 1.0
-ECHO_SECONDS = 1.0  # between empty round trips of a silent stream
+ECHO_SECONDS = 1.0  # between empty round trips
+SILENCE_SECONDS = 10.0  # without an answer to them, as of a process that is stopped: the stream is given up
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 2.0
 MAX_KEPT_RELEASES = 4096  # for a worker that is away; further slots are freed by their lease
 RECONNECT_OPTIONS: list[tuple[str, int]] = [  # gRPC's own pauses between attempts grow to two minutes
@@ -68,6 +69,7 @@ class WorkerClient:
         self._flushed = asyncio.Event()
         self._released: list[str] = []
         self._echo = 0  # to be asked for
+        self._is_silent = False  # since the last one
         self._echoes: dict[int, asyncio.Future[None]] = {}
         self._wake = asyncio.Event()
         self._credits = Credits()
@@ -183,7 +185,11 @@ class WorkerClient:
         return status
 
     def release(self, session: str) -> None:
-        """Tell the worker that the session is over; overtakes the tasks that wait to be sent."""
+        """Tell the worker that the session is over; its tasks that wait to be sent are not sent any more.
+
+        The session may come back, in tasks that are asked later.
+        """
+        self._outgoing = [entry for entry in self._outgoing if entry[0] != session]
         if self._info is not None or len(self._released) < MAX_KEPT_RELEASES:
             self._released.append(session)
             self._wake.set()
@@ -244,29 +250,42 @@ class WorkerClient:
                 logger.error("at %s there is another %s model now: %s", self.address, self.role, info.model)
 
     async def _run_stream(self) -> None:
-        """Until the stream breaks."""
+        """Until the stream breaks, or nobody answers at its other end."""
         call = self._open_stream()
         writer = asyncio.create_task(self._write(call))
+        reader = asyncio.create_task(self._read(call))
         timer = asyncio.create_task(self._ask_for_echoes())
         try:
-            await self._read(call)
-            reason = "the worker closed the stream"
+            await asyncio.wait([reader, timer], return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                await reader
+                reason = "the worker closed the stream"
+            else:
+                reason = f"it has been silent for {SILENCE_SECONDS:g} s"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except TaskError as error:
             reason = error.message
         finally:
-            writer.cancel()
-            timer.cancel()
+            for task in (writer, reader, timer):
+                task.cancel()
             call.cancel()
         logger.warning("lost the %s worker at %s: %s", self.role, self.address, reason)
         self._disconnected(reason)
 
     async def _ask_for_echoes(self) -> None:
-        """Empty round trips tell what the wire takes while no tasks do."""
+        """Empty round trips tell what the wire takes while no tasks do. Returns when the worker is silent."""
         while True:
-            if not self._waiting:
-                self.wire.learn(await self.echo())
+            is_idle, self._is_silent = not self._waiting, True
+            try:
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    seconds = await self.echo()
+            except TimeoutError:
+                if self._is_silent:
+                    return
+                continue  # it has much to say
+            if is_idle:
+                self.wire.learn(seconds)
             await asyncio.sleep(ECHO_SECONDS)
 
     async def _write(self, call: Any) -> None:
@@ -275,12 +294,11 @@ class WorkerClient:
                 await self._wake.wait()
                 self._wake.clear()  # sessions that were woken by the same message have asked by now
                 released, self._released = self._released, []
-                gone = set(released)
                 outgoing, self._outgoing = self._outgoing, []
                 echo, self._echo = self._echo, 0
                 batch = TaskBatch(generation=self._generation, released_sessions=released, echo=echo)
-                for session, task_id, body in outgoing:
-                    if task_id in self._waiting and session not in gone:
+                for _, task_id, body in outgoing:
+                    if task_id in self._waiting:
                         batch.tasks.add(task_id=task_id, body=body, crc32c=checksum(task_id, body))
                 await call.write(batch)
                 if not self._released:
@@ -289,6 +307,7 @@ class WorkerClient:
     async def _read(self, call: Any) -> None:
         batches: AsyncIterator[ReplyBatch | None] = aiter(call)
         async for batch in batches:
+            self._is_silent = False
             if batch is None:  # so grpc.aio says that it does not parse
                 raise TaskError.data_loss("a message does not parse")
             if batch.generation != self._generation:

@@ -25,27 +25,29 @@ _sym_db = _symbol_database.Default()
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0boutrider.v1\x1a\x13protos/worker.proto\"\x1c\n\x1aGetDeploymentStatusRequest\"\xcb\x01\n\x10\x44\x65ploymentStatus\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.WorkerHealth\x12\x1c\n\x14num_running_sessions\x18\x02 \x01(\r\x12\x1c\n\x14num_waiting_sessions\x18\x03 \x01(\r\x12#\n\x06totals\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Totals\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\x12\n\nprocess_id\x18\x06 \x01(\r\"\xc5\x02\n\x0cWorkerHealth\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nis_healthy\x18\x04 \x01(\x08\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x12\n\nprocess_id\x18\x06 \x01(\r\x12\x11\n\tnum_slots\x18\x07 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x08 \x01(\r\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12#\n\x04\x63ost\x18\n \x01(\x0b\x32\x15.outrider.v1.PassCost\x12#\n\x04\x62usy\x18\x0b \x01(\x0b\x32\x15.outrider.v1.BusyTime\x12\x17\n\x0fnum_broken_rows\x18\x0c \x01(\x04\x12*\n\x08prefixes\x18\x14 \x01(\x0b\x32\x18.outrider.v1.PrefixCache\"\xed\x01\n\x06Totals\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\x04\x12\x12\n\nnum_rounds\x18\x03 \x01(\x04\x12\x12\n\nnum_drafts\x18\x04 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\x04\x12\x15\n\rnum_fallbacks\x18\x07 \x01(\x04\x12\x19\n\x11num_unusable_rows\x18\x08 \x01(\x04\x12\x1d\n\x15num_redraw_mismatches\x18\t \x01(\x04\"\x0e\n\x0cWatchRequest\";\n\x05Spans\x12 \n\x05spans\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Span\x12\x10\n\x08num_lost\x18\x02 \x01(\x04\"\xda\x01\n\x04Span\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_sent_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x61sked_ns\x18\x07 \x01(\x04\x12\x13\n\x0b\x61nswered_ns\x18\x08 \x01(\x04\x12%\n\x05times\x18\t \x01(\x0b\x32\x16.outrider.v1.WorkTimes\x12\x12\n\nnum_tokens\x18\n \x01(\r2\x98\x01\n\x07\x43ontrol\x12S\n\tGetStatus\x12\'.outrider.v1.GetDeploymentStatusRequest\x1a\x1d.outrider.v1.DeploymentStatus\x12\x38\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x12.outrider.v1.Spans0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/control.proto\x12\x0boutrider.v1\x1a\x13protos/worker.proto\"\x1c\n\x1aGetDeploymentStatusRequest\"\xcb\x01\n\x10\x44\x65ploymentStatus\x12*\n\x07workers\x18\x01 \x03(\x0b\x32\x19.outrider.v1.WorkerHealth\x12\x1c\n\x14num_running_sessions\x18\x02 \x01(\r\x12\x1c\n\x14num_waiting_sessions\x18\x03 \x01(\r\x12#\n\x06totals\x18\x04 \x01(\x0b\x32\x13.outrider.v1.Totals\x12\x16\n\x0euptime_seconds\x18\x05 \x01(\x01\x12\x12\n\nprocess_id\x18\x06 \x01(\r\"\xfc\x02\n\x0cWorkerHealth\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x12\n\nis_healthy\x18\x04 \x01(\x08\x12\x0f\n\x07problem\x18\x05 \x01(\t\x12\x12\n\nprocess_id\x18\x06 \x01(\r\x12\x11\n\tnum_slots\x18\x07 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x08 \x01(\r\x12\x14\n\x0cnum_sessions\x18\t \x01(\r\x12#\n\x04\x63ost\x18\n \x01(\x0b\x32\x15.outrider.v1.PassCost\x12#\n\x04\x62usy\x18\x0b \x01(\x0b\x32\x15.outrider.v1.BusyTime\x12\x17\n\x0fnum_broken_rows\x18\x0c \x01(\x04\x12*\n\x08prefixes\x18\x14 \x01(\x0b\x32\x18.outrider.v1.PrefixCache\x12%\n\x07\x63ircuit\x18\x15 \x01(\x0e\x32\x14.outrider.v1.Circuit\x12\x0e\n\x06notice\x18\x16 \x01(\t\"\x85\x02\n\x06Totals\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x1d\n\x15num_completion_tokens\x18\x02 \x01(\x04\x12\x12\n\nnum_rounds\x18\x03 \x01(\x04\x12\x12\n\nnum_drafts\x18\x04 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\x04\x12\x15\n\rnum_fallbacks\x18\x07 \x01(\x04\x12\x19\n\x11num_unusable_rows\x18\x08 \x01(\x04\x12\x1d\n\x15num_redraw_mismatches\x18\t \x01(\x04\x12\x16\n\x0enum_migrations\x18\n \x01(\x04\"\x0e\n\x0cWatchRequest\";\n\x05Spans\x12 \n\x05spans\x18\x01 \x03(\x0b\x32\x11.outrider.v1.Span\x12\x10\n\x08num_lost\x18\x02 \x01(\x04\"\xda\x01\n\x04Span\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\r\n\x05round\x18\x04 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_sent_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x61sked_ns\x18\x07 \x01(\x04\x12\x13\n\x0b\x61nswered_ns\x18\x08 \x01(\x04\x12%\n\x05times\x18\t \x01(\x0b\x32\x16.outrider.v1.WorkTimes\x12\x12\n\nnum_tokens\x18\n \x01(\r*_\n\x07\x43ircuit\x12\x17\n\x13\x43IRCUIT_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43IRCUIT_CLOSED\x10\x01\x12\x10\n\x0c\x43IRCUIT_OPEN\x10\x02\x12\x15\n\x11\x43IRCUIT_HALF_OPEN\x10\x03\x32\x98\x01\n\x07\x43ontrol\x12S\n\tGetStatus\x12\'.outrider.v1.GetDeploymentStatusRequest\x1a\x1d.outrider.v1.DeploymentStatus\x12\x38\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x12.outrider.v1.Spans0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_CIRCUIT']._serialized_start=1239
+  _globals['_CIRCUIT']._serialized_end=1334
   _globals['_GETDEPLOYMENTSTATUSREQUEST']._serialized_start=58
   _globals['_GETDEPLOYMENTSTATUSREQUEST']._serialized_end=86
   _globals['_DEPLOYMENTSTATUS']._serialized_start=89
   _globals['_DEPLOYMENTSTATUS']._serialized_end=292
   _globals['_WORKERHEALTH']._serialized_start=295
-  _globals['_WORKERHEALTH']._serialized_end=620
-  _globals['_TOTALS']._serialized_start=623
-  _globals['_TOTALS']._serialized_end=860
-  _globals['_WATCHREQUEST']._serialized_start=862
-  _globals['_WATCHREQUEST']._serialized_end=876
-  _globals['_SPANS']._serialized_start=878
-  _globals['_SPANS']._serialized_end=937
-  _globals['_SPAN']._serialized_start=940
-  _globals['_SPAN']._serialized_end=1158
-  _globals['_CONTROL']._serialized_start=1161
-  _globals['_CONTROL']._serialized_end=1313
+  _globals['_WORKERHEALTH']._serialized_end=675
+  _globals['_TOTALS']._serialized_start=678
+  _globals['_TOTALS']._serialized_end=939
+  _globals['_WATCHREQUEST']._serialized_start=941
+  _globals['_WATCHREQUEST']._serialized_end=955
+  _globals['_SPANS']._serialized_start=957
+  _globals['_SPANS']._serialized_end=1016
+  _globals['_SPAN']._serialized_start=1019
+  _globals['_SPAN']._serialized_end=1237
+  _globals['_CONTROL']._serialized_start=1337
+  _globals['_CONTROL']._serialized_end=1489
 # @@protoc_insertion_point(module_scope)

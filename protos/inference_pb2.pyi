@@ -32,7 +32,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule", "resume_from", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     IGNORE_END_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AUTO_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
@@ -76,13 +77,14 @@ class GenerateRequest(_message.Message):
     ignore_end_tokens: bool
     auto_draft_tokens: bool
     rule: str
+    resume_from: _containers.RepeatedScalarFieldContainer[int]
     stop: _containers.RepeatedScalarFieldContainer[str]
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
     logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., ignore_end_tokens: _Optional[bool] = ..., auto_draft_tokens: _Optional[bool] = ..., rule: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., ignore_end_tokens: _Optional[bool] = ..., auto_draft_tokens: _Optional[bool] = ..., rule: _Optional[str] = ..., resume_from: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -127,12 +129,14 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("choice", "tokens")
+    __slots__ = ("choice", "tokens", "first_index")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     choice: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
-    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+    first_index: int
+    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., first_index: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "origin")
@@ -155,7 +159,7 @@ class Finished(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "num_q_bytes", "num_fallbacks", "num_unusable_rows", "num_judged_tokens", "mean_min_pq", "num_redraw_mismatches", "times")
+    __slots__ = ("num_prompt_tokens", "num_completion_tokens", "num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate", "mean_acceptance_length", "num_q_bytes", "num_fallbacks", "num_unusable_rows", "num_judged_tokens", "mean_min_pq", "num_redraw_mismatches", "times", "num_migrations")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +176,7 @@ class Usage(_message.Message):
     MEAN_MIN_PQ_FIELD_NUMBER: _ClassVar[int]
     NUM_REDRAW_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     num_completion_tokens: int
     num_rounds: int
@@ -188,7 +193,8 @@ class Usage(_message.Message):
     mean_min_pq: float
     num_redraw_mismatches: int
     times: RoundTimes
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_q_bytes: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_judged_tokens: _Optional[int] = ..., mean_min_pq: _Optional[float] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[RoundTimes, _Mapping]] = ...) -> None: ...
+    num_migrations: int
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., num_rounds: _Optional[int] = ..., num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_accepted_tokens_per_pos: _Optional[_Iterable[int]] = ..., acceptance_rate: _Optional[float] = ..., mean_acceptance_length: _Optional[float] = ..., num_q_bytes: _Optional[int] = ..., num_fallbacks: _Optional[int] = ..., num_unusable_rows: _Optional[int] = ..., num_judged_tokens: _Optional[int] = ..., mean_min_pq: _Optional[float] = ..., num_redraw_mismatches: _Optional[int] = ..., times: _Optional[_Union[RoundTimes, _Mapping]] = ..., num_migrations: _Optional[int] = ...) -> None: ...
 
 class RoundTimes(_message.Message):
     __slots__ = ("num_rounds", "draft_ns", "wire_ns", "target_ns", "total_ns")

@@ -62,7 +62,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request; its stream closes with finish reason ABORT.
+        """Ends a running request; its stream closes with finish reason ABORT. One that waits to be resumed is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,6 +12,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 DOMAIN = "outrider"
+_MAX_QUOTED = 128  # characters: errors travel in trailers, of which gRPC takes 8 KiB
 
 
 class TaskError(Exception):
@@ -33,6 +34,11 @@ class TaskError(Exception):
             f"{field} {problem}",
             BadRequest(field_violations=[violation]),
         )
+
+    @classmethod
+    def unknown(cls, field: str, name: str) -> Self:
+        """NOT_FOUND: what the field names is not there, or no longer."""
+        return cls(grpc.StatusCode.NOT_FOUND, f"{field} is {name[:_MAX_QUOTED]!r}, which is not known here")
 
     @classmethod
     def out_of_step(cls, length: int, message: str) -> Self:

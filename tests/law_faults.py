@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import coordinator.choices
 import coordinator.decoding
-import coordinator.service
 import workers.counts
 import workers.jobs
 import workers.verification
 from cluster.check_law import Endpoints
 from coordinator.drafting import Drafter
+from coordinator.migrating import Target
 from coordinator.sessions import Session
-from coordinator.verifying import Verifier
 from protos.wire import pack_tokens, unpack_tokens
 from protos.worker_pb2 import Proposal, TaskReply, VerifyResult
 from tests.dense_rows import block_chances, residual, verify
@@ -431,16 +431,16 @@ def plain_residual(
 
 def rejections_drawn_again(patched: pytest.MonkeyPatch) -> None:
     """A verdict that rejects everything seems lost every other time, and the round is done plainly."""
-    ask, coins = Verifier.verify, random.Random(1)
+    ask, coins = Target.verify, random.Random(1)
 
-    async def again(verifier: Verifier, session: Session, proposal: Proposal) -> VerifyResult:
-        result = await ask(verifier, session, proposal)
+    async def again(target: Target, session: Session, proposal: Proposal) -> VerifyResult:
+        result = await ask(target, session, proposal)
         if proposal.tokens and not result.num_accepted and coins.random() < 0.5:
             session.round += 1
-            return await ask(verifier, session, Proposal())
+            return await ask(target, session, Proposal())
         return result
 
-    patched.setattr(Verifier, "verify", again)
+    patched.setattr(Target, "verify", again)
 
 
 def another_proposals_verdict(patched: pytest.MonkeyPatch) -> None:
@@ -466,19 +466,19 @@ def another_proposals_verdict(patched: pytest.MonkeyPatch) -> None:
 
 def from_scratch(patched: pytest.MonkeyPatch) -> None:
     """In each round three of ten sessions are killed, and their texts begun anew with other numbers."""
-    ask, coins = Verifier.verify, random.Random(1)
+    ask, coins = Target.verify, random.Random(1)
     decode = coordinator.decoding.decode
 
-    async def verify_or_die(verifier: Verifier, session: Session, proposal: Proposal) -> VerifyResult:
+    async def verify_or_die(target: Target, session: Session, proposal: Proposal) -> VerifyResult:
         if coins.random() < 0.3:
             raise ConnectionError("killed")
-        return await ask(verifier, session, proposal)
+        return await ask(target, session, proposal)
 
-    async def restart(session: Session, drafter: Any, verifier: Verifier, policy: Any, emit: Any) -> None:
+    async def restart(session: Session, drafter: Any, target: Target, policy: Any, emit: Any) -> None:
         while session.finish_reason is None:
             emitted: list[Any] = []
             try:
-                await decode(session, drafter, verifier, policy, emitted.extend)
+                await decode(session, drafter, target, policy, emitted.extend)
             except ConnectionError:
                 session.tokens.truncate(session.num_prompt_tokens)
                 session.seed += 1 << 40
@@ -487,8 +487,8 @@ def from_scratch(patched: pytest.MonkeyPatch) -> None:
                 session.target_seat.length = session.draft_seat.length = 0
         emit(emitted)
 
-    patched.setattr(Verifier, "verify", verify_or_die)
-    patched.setattr(coordinator.service, "decode", restart)
+    patched.setattr(Target, "verify", verify_or_die)
+    patched.setattr(coordinator.choices, "decode", restart)
 
 
 def zero_is_none(patched: pytest.MonkeyPatch) -> None:

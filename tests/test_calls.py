@@ -7,13 +7,14 @@ and slots that stay taken when a call is interrupted.
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from cluster import calls
 from cluster.at_once import WINDOW, AtOnce, from_thread
 from cluster.call_requests import Call, read_call
 from cluster.calls import OPTIONS, Answer, Caller, abort, retry_pause
@@ -192,7 +193,6 @@ def test_a_service_that_names_no_time_is_not_asked_without_a_pause() -> None:
 @pytest.mark.parametrize(
     ("error", "behind"),
     [
-        (TaskError.unavailable("lost the target", 0.01), "ab"),  # something was shown
         (TaskError(grpc.StatusCode.UNAVAILABLE, "no word of coming again"), ""),
         (TaskError.internal("a fault"), ""),
         (TaskError.exhausted("come when your time is over", 25.0), ""),
@@ -208,6 +208,71 @@ def test_what_must_not_or_need_not_be_sent_again_is_reported_at_once(
     assert (line["error"]["code"], line["error"]["message"]) == (error.code.name, error.message)
     assert line["partial"] == {"text": behind, "num_tokens": len(behind)}
     assert (result.exit_code, len(service.requests)) == (1, 1)
+
+
+def broken_at(cuts: Sequence[int], text: str, error: TaskError) -> Callable[[GenerateRequest], Replies]:
+    """A service that resumes, and breaks off each stream before the letters of these places."""
+    left = list(cuts)
+
+    def behave(request: GenerateRequest) -> Replies:
+        start = sum(request.resume_from)
+        if not left:
+            yield from text_of(text[start:])
+            return
+        yield from list(text_of(text[start : left.pop(0)]))[:-1]
+        raise error
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TaskError.unavailable("lost the target", 0.01),
+        TaskError(grpc.StatusCode.UNAVAILABLE, "the connection broke"),
+    ],
+)
+def test_a_stream_that_breaks_is_resumed_behind_what_has_arrived(
+    service: Any, error: TaskError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RESUME_PAUSE_SECONDS", 0.01)
+    service.behave = broken_at([2, 5], "outrider", error)
+    result = call(service, '{"prompt": "x", "seed": 3}')
+    [line] = lines_of(result)
+    assert (line["text"], result.exit_code) == ("outrider", 0)
+    assert [list(request.resume_from) for request in service.requests] == [[], [2], [5]]
+    assert [request.request_id for request in service.requests] == ["", "r", "r"]
+    assert {(request.text, request.seed) for request in service.requests} == {("x", 3)}
+
+
+def test_a_resumed_stream_is_shown_as_one(service: Any) -> None:
+    service.behave = broken_at([3], "outrider", TaskError.unavailable("lost the target", 0.01))
+    result = call(service, '{"prompt": "x"}', "--stream")
+    events = [line["event"] for line in lines_of(result)]
+    assert events == ["started", *["tokens"] * 8, "finished", "usage"]
+
+
+def test_resuming_has_an_end(service: Any) -> None:
+    error = TaskError.unavailable("lost the target", 0.01)
+    service.behave = broken_at([1, 2, 3, 4, 5], "outrider", error)
+    result = call(service, '{"prompt": "x"}', "--retries", "2")
+    [line] = lines_of(result)
+    assert line["error"]["message"] == "lost the target"
+    assert (line["partial"]["text"], result.exit_code, len(service.requests)) == ("out", 1, 3)
+
+
+def test_a_service_that_no_longer_knows_the_request_is_not_what_failed(service: Any) -> None:
+    def behave(request: GenerateRequest) -> Replies:
+        if request.resume_from:
+            raise TaskError.unknown("request_id", request.request_id)
+        yield from list(text_of("ab"))[:-1]
+        raise TaskError.unavailable("lost the target", 0.01)
+
+    service.behave = behave
+    result = call(service, '{"prompt": "x"}')
+    [line] = lines_of(result)
+    assert (line["error"]["code"], line["partial"]["text"]) == ("UNAVAILABLE", "ab")
+    assert len(service.requests) == 2
 
 
 def test_a_deadline_is_each_request_s_own_and_keeps_what_had_arrived(service: Any) -> None:

@@ -6,13 +6,22 @@ import os
 from collections.abc import AsyncIterator
 
 import grpc
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from pydantic import SecretStr
 
+from coordinator import acceptance
 from coordinator.server import CoordinatorConfig, CoordinatorServer, check_alike
 from protos import control_pb2_grpc, inference_pb2_grpc
 from protos.authorization import metadata
-from protos.control_pb2 import DeploymentStatus, GetDeploymentStatusRequest
+from protos.control_pb2 import (
+    CIRCUIT_CLOSED,
+    CIRCUIT_OPEN,
+    CIRCUIT_UNSPECIFIED,
+    DeploymentStatus,
+    GetDeploymentStatusRequest,
+)
 from protos.pass_cost import PassCost
 from protos.status import TaskError
 from protos.worker_pb2 import WorkerInfo
@@ -47,6 +56,10 @@ async def test_it_tells_workers_slots_sessions_and_what_all_requests_counted(ser
     assert [(w.role, w.model, w.is_healthy, w.problem) for w in status.workers] == [
         ("target", "t", True, ""),
         ("draft", "d", True, ""),
+    ]
+    assert [(w.circuit, w.notice) for w in status.workers] == [
+        (CIRCUIT_UNSPECIFIED, ""),
+        (CIRCUIT_CLOSED, ""),
     ]
     assert [(w.num_slots, w.num_sessions) for w in status.workers] == [(3, 0), (2, 0)]
     assert {w.process_id for w in status.workers} == {os.getpid()}
@@ -92,6 +105,32 @@ async def test_nobody_else_is_told(configured: str | None, shown: str | None) ->
     assert refusal.value.code() is expected
 
 
+async def test_a_drafter_whose_drafts_are_kept_far_less_than_before_is_reported_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one whose weights or cache went wrong: it keeps the law and is slow."""
+    monkeypatch.setattr(acceptance, "BLOCK_TOKENS", 64)
+    monkeypatch.setattr(acceptance, "USUAL_TOKENS", 128)
+    is_wrong = False
+
+    def drafts(prefix: tuple[int, ...]) -> NDArray[np.floating]:
+        return -4.0 * TARGET(prefix) if is_wrong else TARGET(prefix)
+
+    target, draft = TableModel(TARGET, V), TableModel(drafts, V)
+    async with pipeline(target, draft, control_token=TOKEN, num_draft_tokens=3) as running:
+        await generate(running.stub, [1], max_tokens=400, seed=1)
+        [_, before] = (await _status(running.address)).workers
+        is_wrong = True
+        usage = (await generate(running.stub, [1], max_tokens=200, seed=2)).usage
+        [_, after] = (await _status(running.address)).workers
+    assert before.notice == ""
+    assert "before it was" in after.notice
+    assert after.is_healthy
+    assert after.circuit == CIRCUIT_CLOSED
+    assert usage.num_drafts > 100
+    assert sum("drafts are accepted" in record.getMessage() for record in caplog.records) == 1
+
+
 # ---- several workers of a role
 
 
@@ -129,6 +168,7 @@ async def _many(
             targets=tuple(addresses[:num_targets]),
             drafts=tuple(addresses[num_targets:]),
             control_token=SecretStr(TOKEN),
+            draft_timeout_seconds=10.0,  # however busy the machine is
             **coordinator,  # type: ignore[arg-type]
         )
         server = CoordinatorServer(config)
@@ -188,6 +228,7 @@ async def test_a_drafter_at_fault_is_said_to_be_and_gets_no_session() -> None:
             await generate(stub, [1], max_tokens=10)
         [_, *drafters] = (await _status(address)).workers
         assert [d.is_healthy for d in drafters].count(False) == 1
+        assert {d.is_healthy: d.circuit for d in drafters} == {True: CIRCUIT_CLOSED, False: CIRCUIT_OPEN}
         [problem] = [d.problem for d in drafters if d.problem]
         assert "not those of their rows" in problem
         answer = await generate(stub, [1], max_tokens=20)

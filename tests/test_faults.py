@@ -22,12 +22,14 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from coordinator import drafting, handshake, worker_client
-from coordinator.drafting import Drafter, DraftSettings
+from coordinator.drafting import LONGEST_SECONDS, USUAL_MULTIPLE, Drafter, DraftSettings
 from coordinator.server import CoordinatorConfig, CoordinatorServer
 from coordinator.sessions import Seat, Session
 from coordinator.worker_client import WorkerClient
 from protos import inference_pb2_grpc
+from protos.control_pb2 import CIRCUIT_CLOSED, CIRCUIT_HALF_OPEN, CIRCUIT_OPEN
 from protos.inference_pb2 import Usage
+from protos.pass_cost import PassCost
 from protos.status import DOMAIN, TaskError
 from protos.wire import CHANNEL_OPTIONS, PROTOCOL_VERSION, pack_tokens, seal, unpack_tokens, unseal
 from protos.worker_pb2 import (
@@ -235,7 +237,8 @@ async def deployment(
             stack.push_async_callback(worker.stop)
             addresses[f"{worker.role}s"] = [await proxy.start(upstream)]
             stack.push_async_callback(proxy.stop)
-        server = CoordinatorServer(CoordinatorConfig(**{**addresses, **coordinator}))
+        settings = {"draft_timeout_seconds": 10.0, **addresses, **coordinator}  # however busy the machine is
+        server = CoordinatorServer(CoordinatorConfig(**settings))
         address = await server.start()
         stack.push_async_callback(server.stop, 0.1)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
@@ -541,6 +544,69 @@ async def test_sessions_that_fail_together_are_one_failure() -> None:
         sealed = (await worker.arrived(31))[-1]
         worker.answer(seal(sealed.task_id, drafted([4, 5])))
         assert (await again).tokens == pack_tokens([4, 5])
+
+
+async def test_a_drafter_that_failed_is_tried_by_one_session_at_a_time() -> None:
+    """Guards against all sessions waiting for it once more, each time that it is given a chance."""
+    async with scripted_drafter() as (worker, drafter):
+        asking = asyncio.create_task(drafter.propose(seated(0), 3))
+        (sealed,) = await worker.arrived(1)
+        worker.answer(seal(sealed.task_id, refusing(TaskError.internal("a fault"))))
+        assert await asking == Proposal()
+        assert drafter.circuit == CIRCUIT_OPEN
+        assert "a fault" in drafter.problem
+        await eventually(lambda: drafter.circuit == CIRCUIT_HALF_OPEN)
+        sessions = [seated(i) for i in range(1, 6)]
+        asking = asyncio.create_task(drafter.propose(sessions[0], 3))
+        sealed = (await worker.arrived(2))[1]
+        for other in sessions[1:]:
+            assert await drafter.propose(other, 3) == Proposal()
+            assert other.tally.num_fallbacks == 1
+        worker.answer(seal(sealed.task_id, drafted([4])))
+        assert (await asking).tokens == pack_tokens([4])
+        assert drafter.circuit == CIRCUIT_CLOSED
+        all_asking = [asyncio.create_task(drafter.propose(one, 3)) for one in sessions]
+        for sealed in (await worker.arrived(7))[2:]:
+            worker.answer(seal(sealed.task_id, drafted([5])))
+        assert {one.tokens for one in await asyncio.gather(*all_asking)} == {pack_tokens([5])}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "over before it began"])
+async def test_a_trial_that_comes_to_nothing_leaves_room_for_the_next(how: str) -> None:
+    async with scripted_drafter() as (worker, drafter):
+        drafter.blame(seated(0), "whatever")
+        drafter._circuit.open(0.0, "no longer")
+        if how == "cancelled":
+            trial = asyncio.create_task(drafter.propose(seated(1), 3))
+            await worker.arrived(1)
+            assert not drafter._circuit.lets_in
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
+        else:
+            new = session(id="c/1", round=1)
+            assert await drafter.propose(new, 3) == Proposal()  # it has to read the prompt first
+            assert not drafter._circuit.lets_in
+            drafter.forget(new)
+        await eventually(lambda: drafter._circuit.lets_in)
+
+
+async def test_a_proposal_that_usually_takes_longer_is_waited_for_longer() -> None:
+    """The configured time is for drafters that are usually faster: a slow one is not a sick one."""
+    async with scripted_drafter() as (worker, drafter):
+        assert drafter._seconds_for(seated(1), 3) == 5.0
+        slow = PassCost((1,), (2.0,), 0.0, 0.0)
+        drafter.client.cost = slow
+        assert drafter._seconds_for(seated(1), 1) == pytest.approx(USUAL_MULTIPLE * 2.0, abs=0.1)
+        assert drafter._seconds_for(seated(1), 3) == LONGEST_SECONDS
+        drafter.client.cost = None
+        drafter._patience.learn(4.0)
+        assert 5.0 < drafter._seconds_for(seated(1), 3) <= LONGEST_SECONDS
+        asking = asyncio.create_task(drafter.propose(seated(1), 3))
+        (sealed,) = await worker.arrived(1)
+        told = unseal(sealed, DraftTask).state.timeout_ns / 1e9
+        assert told == pytest.approx(drafter._seconds_for(seated(1), 3), abs=0.01)
+        worker.answer(seal(sealed.task_id, drafted([4])))
+        await asking
 
 
 async def test_no_number_of_failures_reaches_a_session() -> None:

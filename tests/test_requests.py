@@ -213,7 +213,7 @@ def test_every_field_of_the_message_is_either_read_or_refused() -> None:
     """Guards against parameters that the API accepts and drops in silence."""
     read_fields = {
         *("request_id", "text", "token_ids", "chat", "max_tokens", "temperature", "top_k", "top_p", "min_p"),
-        *("seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule"),
+        *("seed", "n", "num_draft_tokens", "ignore_end_tokens", "auto_draft_tokens", "rule", "resume_from"),
     }
     assert read_fields | set(UNSUPPORTED) == {field.name for field in GenerateRequest.DESCRIPTOR.fields}
 

@@ -4,6 +4,7 @@ Guards against workers that are left being overrun when another one is lost.
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -34,10 +35,10 @@ def test_a_lost_worker_gets_no_new_session_while_another_is_ready() -> None:
     lost, other = Worker(8, is_ready=False), Worker(1)
     spread = Spread([lost, other])
     with spread.place() as first, spread.place() as second:
-        assert first is second is other
+        assert first.worker is second.worker is other
     other.is_ready = False
     with spread.place() as third:  # it waits for whichever comes back
-        assert third is lost
+        assert third.worker is lost
 
 
 async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
@@ -45,9 +46,9 @@ async def test_who_needs_a_slot_waits_until_one_is_free() -> None:
     order: list[int] = []
 
     async def run(number: int, hold: asyncio.Event) -> None:
-        async with spread.place_in_slot() as worker:
+        async with spread.place_in_slot() as place:
             order.append(number)
-            assert worker is spread.workers[1]
+            assert place.worker is spread.workers[1]
             assert spread.workers[1].num_sessions <= 2
             await hold.wait()
 
@@ -74,3 +75,38 @@ def test_a_session_that_fails_leaves_its_worker() -> None:
     with pytest.raises(RuntimeError), spread.place():
         raise RuntimeError
     assert spread.workers[0].num_sessions == 0
+
+
+def test_a_session_moves_only_to_a_ready_worker_with_a_free_slot() -> None:
+    first, full, away, other = Worker(4), Worker(1, num_sessions=1), Worker(9, is_ready=False), Worker(1)
+    spread = Spread([first, full, away, other])
+    with spread.place() as place, spread.place() as second:
+        assert place.worker is second.worker is first
+        assert place.move()
+        assert place.worker is other
+        assert (first.num_sessions, other.num_sessions) == (1, 1)
+        assert not second.move()
+        assert second.worker is first
+    assert [worker.num_sessions for worker in spread.workers] == [0, 1, 0, 0]
+
+
+async def test_sessions_of_a_lost_worker_come_before_new_ones() -> None:
+    lost, other = Worker(2), Worker(2)
+    spread = Spread([lost, other])
+    stack = contextlib.AsyncExitStack()
+    with spread.place() as first, spread.place(), spread.place(), spread.place() as last:
+        assert (lost.num_sessions, other.num_sessions) == (2, 2)
+        lost.is_ready = False
+        new = asyncio.create_task(stack.enter_async_context(spread.place_in_slot()))
+        other.num_sessions -= 1
+        spread.has_left.set()
+        await asyncio.sleep(0.01)
+        assert not new.done()
+        assert first.worker is lost
+        assert first.move()
+        assert not last.move()
+        lost.is_ready = True
+        spread.has_left.set()
+        assert (await new).worker is lost
+        other.num_sessions += 1
+        await stack.aclose()

@@ -517,6 +517,32 @@ async def test_a_handshake_that_does_not_parse_is_refused() -> None:
         await refused_start("target", address)
 
 
+# ---- silence
+
+
+async def test_a_worker_that_is_silent_is_given_up_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is stopped: its connection stands, and nobody answers."""
+    monkeypatch.setattr(worker_client, "SILENCE_SECONDS", 0.1)
+    async with connected() as (worker, client):
+        asking = asyncio.create_task(ask(client))
+        error = await failure(asking)
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert "silent for 0.1 s" in error.message
+        await eventually(lambda: worker.num_streams == 2)
+
+
+async def test_a_worker_that_says_other_things_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_client, "SILENCE_SECONDS", 0.3)
+    async with connected() as (worker, client):
+        for i in range(8):
+            asking = asyncio.create_task(ask(client, f"s{i}"))
+            sealed = (await worker.arrived(i + 1))[-1]
+            await asyncio.sleep(0.1)
+            worker.answer(verdict(sealed.task_id, i))
+            assert await asking == i
+        assert worker.num_streams == 1
+
+
 # ---- credits and releases
 
 
@@ -611,6 +637,17 @@ async def test_a_cancelled_task_is_not_sent_behind_its_release(pair: Pair) -> No
     client.release("gone")
     await eventually(lambda: worker.released == ["gone"])
     assert worker.tasks == []
+
+
+async def test_a_session_that_comes_back_after_its_release_is_sent_behind_it(pair: Pair) -> None:
+    """As one that moves to another worker, and back again."""
+    worker, client = pair
+    client.release("back")
+    asking = asyncio.create_task(ask(client, "back"))
+    [sealed] = await worker.arrived(1)
+    assert worker.released == ["back"]
+    worker.answer(verdict(sealed.task_id, 3))
+    assert await asking == 3
 
 
 @pytest.mark.parametrize("same_life", [True, False])
