@@ -62,7 +62,7 @@ class Findings:
         return float(counts.sum() ** 2 / (num_clients * (counts**2).sum())) if counts.any() else 0.0
 
 
-IsOver = Callable[[Findings], bool]
+IsOver = Callable[[Findings, int], bool]  # for the client of this number
 
 
 @contextlib.asynccontextmanager
@@ -90,8 +90,8 @@ class Client:
         self._random = Random(number)
 
     async def ask_until(self, is_over: IsOver) -> None:
-        """Until it is over, and what was asked by then is answered."""
-        while not is_over(self._findings):
+        """Until it is over for this client, and what it asked by then is answered."""
+        while not is_over(self._findings, self._number):
             dice = self._random.random()
             is_late = LEAVING_SHARE <= dice < LEAVING_SHARE + LATE_SHARE
             await self.ask(dice < LEAVING_SHARE, is_late)
@@ -207,7 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.CRITICAL)
     end = time.monotonic() + arguments.seconds
-    findings = asyncio.run(overload(arguments.clients, lambda _: time.monotonic() >= end))
+    findings = asyncio.run(overload(arguments.clients, lambda *_: time.monotonic() >= end))
     Console().print(table_of(findings, arguments.clients))
     for failure in findings.failures[:20]:
         print(failure)
