@@ -166,7 +166,8 @@ def _read_prompt(request: GenerateRequest, text: Text | None, limits: Limits) ->
 
 def _rule(name: str) -> "Rule":
     if name not in RULES:
-        raise TaskError.invalid("rule", f"is {name!r}; it must be one of {', '.join(RULES)}")
+        quoted = repr(name)[:MAX_QUOTED_CHARACTERS]
+        raise TaskError.invalid("rule", f"is {quoted}; it must be one of {', '.join(RULES)}")
     return RULES[name]
 
 

@@ -32,6 +32,7 @@ from protos import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from protos.binding import Binding
 from protos.inference_pb2 import ModelInfo
 from protos.limits import AUTO, DEFAULT_SUPPORT, MAX_DRAFT_TOKENS, MAX_SUPPORT, NumDraftTokens, NumGroups
+from protos.parsing import ParsedRequests
 from protos.status import TaskError
 from protos.wire import SERVER_OPTIONS
 from protos.worker_pb2 import (
@@ -191,7 +192,7 @@ class CoordinatorServer:
         self._control = ControlService(config.control_token, self._service, fleets, timeline)
 
     async def _serve(self) -> str:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ParsedRequests()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, self._server)

@@ -37,9 +37,10 @@ class Lap:
     wire_ns: int = 0  # beyond that, from asking to an answer: round trips, attempts that failed, pauses
 
     def count_draft(self, round_trip_ns: int, worker_ns: int) -> None:
-        """An answer of the drafter's."""
+        """An answer of the drafter's, which may say any time, but had the task no longer than it was away."""
+        worker_ns = min(worker_ns, round_trip_ns)
         self.draft_ns += worker_ns
-        self.wire_ns += max(0, round_trip_ns - worker_ns)
+        self.wire_ns += round_trip_ns - worker_ns
 
     def count_target(self, round_trip_ns: int, worker_ns: int) -> None:
         """An answer of the target's."""

@@ -324,9 +324,14 @@ class WorkerClient:
                     self.num_stale_replies += 1  # nobody waits for it any more
                     continue
                 try:
-                    future.set_result(unseal(sealed, TaskReply))
+                    reply = unseal(sealed, TaskReply)
                 except TaskError as error:
                     future.set_exception(error)
+                    continue
+                future.set_result(reply)
+                if reply.HasField("error") and TaskError.from_status(reply.error).is_other_life:
+                    # All tasks of this stream name the epoch of its handshake, so that was damaged.
+                    raise TaskError.data_loss("it lives in another epoch than it said")
 
     def _learn(self, message: PassCostMessage) -> None:
         """Keep what the worker tells of its passes, unless it cannot be: only speed hangs on it."""

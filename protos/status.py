@@ -57,6 +57,12 @@ class TaskError(Exception):
         return cls(grpc.StatusCode.ABORTED, message, ErrorInfo(reason="STALE", domain=DOMAIN))
 
     @classmethod
+    def other_life(cls, message: str) -> Self:
+        """ABORTED: the worker lives in another epoch than the task names; nothing was touched."""
+        info = ErrorInfo(reason="OTHER_LIFE", domain=DOMAIN)
+        return cls(grpc.StatusCode.ABORTED, message, info)
+
+    @classmethod
     def exhausted(cls, message: str, retry_seconds: float) -> Self:
         """RESOURCE_EXHAUSTED, with when to try again."""
         return cls(grpc.StatusCode.RESOURCE_EXHAUSTED, message, _retry(retry_seconds))
@@ -107,6 +113,11 @@ class TaskError(Exception):
                 length = detail.metadata.get("length", "")
                 return int(length) if length.isdecimal() and len(length) <= 10 else 0
         return None
+
+    @property
+    def is_other_life(self) -> bool:
+        """Whether the worker lives in another epoch than the task names."""
+        return any(isinstance(detail, ErrorInfo) and detail.reason == "OTHER_LIFE" for detail in self.details)
 
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.draft_length import draft_limit
-from coordinator.sessions import Seat, Session
+from coordinator.sessions import Lap, Seat, Session
 from coordinator.usage import Tally
 from protos.inference_pb2 import (
     FINISH_REASON_LENGTH,
@@ -325,3 +325,14 @@ def test_a_worker_that_claims_a_length_that_cannot_be_is_sent_everything(length:
 
 
 # ---- draft length
+
+
+# ---- times
+
+
+def test_a_drafter_that_says_any_time_had_its_task_no_longer_than_that_was_away() -> None:
+    """Guards against sums that no message can hold: the request would fail at its end."""
+    lap = Lap()
+    lap.count_draft(100, 30)
+    lap.count_draft(100, 2**64 - 1)
+    assert (lap.draft_ns, lap.wire_ns) == (130, 70)

@@ -172,6 +172,7 @@ ERRORS = {
     "out of step": TaskError.out_of_step(0, "start is 4; this session holds 0 tokens"),
     "mismatch": TaskError.mismatch("vocab_size is 8 there and 9 here"),
     "stale": TaskError.stale("round is 1; the session is past 2"),
+    "other life": TaskError.other_life("epoch is 1; this worker lives in 2"),
     "exhausted": TaskError.exhausted("all slots are at work", 0.25),
     "unavailable": TaskError.unavailable("this worker is draining"),
     "deadline": TaskError.deadline("the task ran out of time"),
@@ -187,6 +188,7 @@ def test_an_error_survives_its_way_through_a_reply(name: str) -> None:
     back = TaskError.from_status(reply.error)
     assert (back.code, back.message, list(back.details)) == (error.code, error.message, list(error.details))
     assert back.worker_length == error.worker_length
+    assert back.is_other_life == (name == "other life")
     assert str(back) == error.message
 
 
@@ -200,6 +202,7 @@ def test_errors_have_the_codes_and_details_that_callers_act_on() -> None:
     assert ERRORS["mismatch"].code is code.FAILED_PRECONDITION
     assert ERRORS["mismatch"].worker_length is None  # sending tokens again would not help
     assert ERRORS["stale"].code is code.ABORTED
+    assert ERRORS["other life"].code is code.ABORTED
     assert ERRORS["exhausted"].code is code.RESOURCE_EXHAUSTED
     assert ERRORS["unavailable"].code is code.UNAVAILABLE
     assert ERRORS["deadline"].code is code.DEADLINE_EXCEEDED

@@ -420,6 +420,19 @@ async def test_a_worker_that_was_away_is_found_again_soon_after_it_is_back() -> 
         await eventually(lambda: is_connected(client), within=worker_client.LONGEST_PAUSE_SECONDS + 0.2)
 
 
+async def test_an_epoch_that_was_damaged_on_its_way_is_asked_for_again(pair: Pair) -> None:
+    """Guards against a worker that refuses every task for good, since a handshake has no checksum."""
+    worker, client = pair
+    asking = asyncio.create_task(ask(client))
+    (sealed,) = await worker.arrived(1)
+    worker.info = worker_info(epoch=2)  # as it was all along
+    refusal = TaskError.other_life("epoch is 1; this worker lives in 2")
+    worker.answer(seal(sealed.task_id, TaskReply(error=refusal.to_status())))
+    assert (await failure(asking)).code is grpc.StatusCode.ABORTED
+    await eventually(lambda: worker.num_streams == 2)
+    assert client.info.epoch == 2
+
+
 async def test_a_task_for_an_earlier_life_is_not_sent(pair: Pair) -> None:
     worker, client = pair
     worker.info = worker_info(epoch=2)

@@ -24,6 +24,7 @@ from pydantic import Field, SecretStr
 from protos import worker_pb2, worker_pb2_grpc
 from protos.authorization import require
 from protos.binding import Binding
+from protos.parsing import ParsedRequests
 from protos.prefix import TokenPrefix
 from protos.status import TaskError
 from protos.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, SERVER_OPTIONS, MessageType, unpack_tokens
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 Role = Literal["draft", "target"]
 SCORE_SECONDS = 60.0  # for a caller without a deadline
+LONGEST_SCORE_SECONDS = 3600.0  # callers may name thousands of years
 
 
 class WorkerConfig(Binding):
@@ -155,7 +157,7 @@ class WorkerServer:
 
     async def start(self) -> str:
         """Bind, serve, and return the address."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[ParsedRequests()])
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         servicer = _Servicer(self)
@@ -222,7 +224,7 @@ class WorkerServer:
             base_length=len(tokens),
             start_hash=TokenPrefix().hash_at(0),
             tokens=request.tokens,
-            timeout_ns=int(timeout_seconds * 1e9),
+            timeout_ns=int(min(timeout_seconds, LONGEST_SCORE_SECONDS) * 1e9),
         )
         answer: asyncio.Future[TaskReply] = asyncio.get_running_loop().create_future()
 

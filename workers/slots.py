@@ -128,7 +128,7 @@ class SlotTable:
         other drafts, or other tokens before them, as from a second coordinator that uses the same name.
         """
         if state.epoch != self._epoch:
-            raise TaskError.stale(f"epoch is {state.epoch}; this worker lives in {self._epoch}")
+            raise TaskError.other_life(f"epoch is {state.epoch}; this worker lives in {self._epoch}")
         slot = self._by_session.get(state.session)
         if slot is None or state.round > slot.last_round:
             return None
