@@ -75,7 +75,11 @@ async def small_service(num_running: int, num_waiting: int) -> AsyncIterator[Pip
 
     worker = WorkerConfig(min_shared_tokens=1)
     async with pipeline(
-        model(target_law), model(draft_law), worker=worker, max_waiting_sessions=num_waiting
+        model(target_law),
+        model(draft_law),
+        worker=worker,
+        max_waiting_sessions=num_waiting,
+        max_kept_requests=0,  # so that what is left is a leak
     ) as running:
         yield running
 

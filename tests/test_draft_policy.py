@@ -76,7 +76,7 @@ async def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() 
             )
     assert alone.num_drafts > 3
     drafted = [answer.usage.num_drafts > 0 for answer in answers]
-    assert sum(drafted) <= 3  # the first, and those that try, or come last
+    assert sum(drafted) <= 8  # the first three, those that are the last three, and those that try
 
 
 async def test_a_request_names_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
