@@ -130,7 +130,7 @@ class Site:
         for name, address in self._addresses.items():
             addresses[f"{self.workers[name].role}s"].append(address)
         waits = {name: value for name, value in WAITS.items() if name in CoordinatorConfig.model_fields}
-        config = CoordinatorConfig(**{**addresses, **waits, "num_draft_tokens": 3, "max_kept_requests": 0})
+        config = CoordinatorConfig(**{**addresses, **waits, "num_draft_tokens": 3})
         self._coordinator = CoordinatorServer(config)
         address = await self._coordinator.start()
         stack.push_async_callback(self._coordinator.stop, 0.1)
