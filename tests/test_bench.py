@@ -210,7 +210,9 @@ def test_a_benchmark_measures_all_engines_and_leaves_nothing(
     assert told["greedy_differences"] == {engine: [] for engine in engines - {TRANSFORMERS}}
     assert "| 0 | Outrider, K = 2" in result.stdout
     assert "<svg" in picture.read_text()
-    assert '<option value="1">Outrider, K = 2</option>' in timeline.read_text()
+    page = timeline.read_text()
+    assert ">Outrider, K = 2</option>" in page
+    assert ">3 requests, Outrider, K = 2</option>" in page
     assert psutil.Process().children() == []
 
 
