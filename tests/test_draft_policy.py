@@ -1,12 +1,20 @@
 """K follows what is measured, through the whole pipeline: long drafts where they are kept, none where not."""
 
-import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from coordinator.draft_length import MIN_EXPLORING_ROUNDS
-from protos.worker_pb2 import RULE_BLOCK, RULE_TOKEN, VerifyTask
+from coordinator.draft_length import MIN_EXPLORING_ROUNDS, DraftLength
+from coordinator.draft_policy import DraftPolicy
+from coordinator.sessions import Session
+from coordinator.turns import Turns
+from coordinator.usage import Tally
+from coordinator.wire_time import WireTime
+from protos.pass_cost import PassCost
+from protos.prefix import TokenPrefix
+from protos.worker_pb2 import RULE_BLOCK, RULE_TOKEN, Sampling, VerifyTask
 from tests.laws import random_table
 from tests.pipelines import generate, pipeline
 from tests.test_law import hostile
@@ -57,26 +65,52 @@ async def test_a_drafter_that_is_never_kept_or_slow_is_tried_now_and_then(
     assert least <= usage.num_drafts <= 2 * NUM_TOKENS / MIN_EXPLORING_ROUNDS
 
 
-class LatencyBySessions:
-    """A pass takes as long as the sessions in it are many."""
+class Worker(SimpleNamespace):
+    """What the policy looks at of a drafter or a target."""
 
-    def __call__(self, lengths: Sequence[int]) -> float:
-        return 0.005 * len(lengths)
+    __hash__ = object.__hash__
 
 
-async def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() -> None:
-    """Drafts pay for one session and cost too much for many, which the drafter need not read therefore."""
-    target = TableModel(TARGET, V, latency_seconds=Latency(0.02), num_slots=16)
-    drafter = TableModel(TARGET, V, latency_seconds=LatencyBySessions(), num_slots=16)
-    async with pipeline(target, drafter, num_draft_tokens="auto") as running:
-        alone = (await generate(running.stub, [1] * 300, max_tokens=100, seed=1)).usage
-        for seeds in range(16), range(16, 32):  # the drafter learns what company costs from the first ones
-            answers = await asyncio.gather(
-                *(generate(running.stub, [1 + seed % 2] * 50, max_tokens=20, seed=seed) for seed in seeds)
-            )
-    assert alone.num_drafts > 3
-    drafted = [answer.usage.num_drafts > 0 for answer in answers]
-    assert sum(drafted) <= 8  # the first three, those that are the last three, and those that try
+def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() -> None:
+    """With costs that make drafts pay for few sessions: those that come later within the same moment must
+    not go by what was computed for the first.
+    """
+    cost = PassCost((1, 16), (0.02, 0.02), 0.0, 0.0)  # of the target, however many share a pass
+    shared = PassCost((1, 16), (0.005, 0.08), 0.0, 0.0)  # of the drafter, by its sessions
+    drafter: Any = Worker(
+        num_sessions=0,
+        num_slots=32,
+        turns=Turns(),
+        client=SimpleNamespace(cost=shared, wire=WireTime(1e-4), computes_on="cores"),
+        num_unread=lambda session: 0,
+    )
+    verifier: Any = Worker(
+        num_sessions=0, client=SimpleNamespace(cost=cost, wire=WireTime(1e-4), computes_on="cores")
+    )
+    policy, chosen = DraftPolicy(), []
+    for number in range(16):
+        drafter.num_sessions = verifier.num_sessions = number + 1
+        chosen.append(policy.choose(_session(number), drafter, verifier, 4))
+    assert all(chosen[:2])
+    assert not any(chosen[6:])
+
+
+def _session(number: int) -> Session:
+    return Session(
+        id=f"c/{number}",
+        choice=0,
+        seed=number,
+        tokens=TokenPrefix([1] * 50),
+        num_prompt_tokens=50,
+        max_tokens=100,
+        max_length=1000,
+        end_token_ids=frozenset(),
+        sampling=Sampling(temperature=1.0, top_p=1.0),
+        rule=RULE_TOKEN,
+        num_draft_tokens=4,
+        tally=Tally(),
+        draft_length=DraftLength(),
+    )
 
 
 async def test_a_request_names_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
