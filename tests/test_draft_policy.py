@@ -65,10 +65,11 @@ async def test_a_drafter_that_is_never_kept_or_slow_is_tried_now_and_then(
     assert least <= usage.num_drafts <= 2 * NUM_TOKENS / MIN_EXPLORING_ROUNDS
 
 
-class Worker(SimpleNamespace):
+class Worker:
     """What the policy looks at of a drafter or a target."""
 
-    __hash__ = object.__hash__
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
 
 
 def test_sessions_that_come_at_once_are_not_each_taken_for_the_only_one() -> None:
